@@ -1,0 +1,26 @@
+"""Where tests run: on the CPU unless the user says otherwise; tests marked `gpu` on request, and then they need a GPU."""
+
+import os
+
+import pytest
+
+
+def asks_for_gpu(config: pytest.Config) -> bool:
+    """Whether `-m` selects tests marked gpu."""
+    return "gpu" in config.option.markexpr.replace("not gpu", "")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before any test imports jax, which reads it once. With -m gpu jax picks the best platform it has.
+    if not asks_for_gpu(config):
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    # Asked for and not there is a failure: a skip would let a broken GPU set-up pass for a green run.
+    if item.get_closest_marker("gpu"):
+        import jax
+
+        if jax.default_backend() != "gpu":
+            pytest.fail(f"marker gpu: jax must see a GPU, got backend {jax.default_backend()!r}", pytrace=False)
