@@ -1,4 +1,4 @@
-"""Where tests run: on the CPU unless the user says otherwise; tests marked `gpu` on request, and then they need a GPU."""
+"""Where tests run: on the CPU unless the user says otherwise; those marked `gpu` on request, and then on a GPU."""
 
 import os
 
