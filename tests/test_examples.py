@@ -1,0 +1,66 @@
+"""The examples run as they stand, and the README shows what they say."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs an example as `python examples/NAME` would, in this process, and returns what it printed."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+def test_quickstart_prints_loss_gradients_and_explanation(capsys):
+    out = run("quickstart.py", capsys)
+    assert "loss 0." in out
+    assert "bfloat16[2, 512, 4, 128]" in out
+    assert "gated_delta runs path" in out
+
+
+def test_packing_agrees_with_separate_calls(capsys):
+    assert run("packing.py", capsys).count("packed and alone differ") == 3
+
+
+def test_dlpack_shares_torch_tensors_without_copies(capsys):
+    pytest.importorskip("torch", reason="the example is about PyTorch tensors; torch is not installed")
+    assert "pointers equal" in run("dlpack_torch.py", capsys)
+
+
+def test_dlpack_without_torch_says_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="PyTorch must be installed"):
+        run("dlpack_torch.py", capsys)
+
+
+@pytest.mark.gpu
+def test_dlpack_shares_torch_cuda_tensors(capsys):
+    import torch
+
+    assert torch.cuda.is_available()
+    assert "torch cuda tensors" in run("dlpack_torch.py", capsys)
+
+
+def test_readme_shows_the_quickstart():
+    _, code = (EXAMPLES / "quickstart.py").read_text().split('"""\n\n')
+    readme = (ROOT / "README.md").read_text()
+    block = readme.split("<!-- quickstart:begin -->\n")[1].split("<!-- quickstart:end -->")[0]
+    assert block == f"```python\n{code}```\n"
+
+
+def test_readme_names_only_files_that_exist():
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}, which is not there"
+
+
+def test_examples_do_not_need_the_build_tools():
+    # An example that imported torch for everyone would break a user who has none.
+    for path in EXAMPLES.glob("*.py"):
+        top_level = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
+        assert not [line for line in top_level if "torch" in line or "tilelang" in line or "kernels" in line], path
