@@ -1,0 +1,215 @@
+"""How the op meets JAX's transformations: differentiation, batching, and the choice of platform.
+
+From the outside in:
+
+* `jax.jit`, so that an eager call is one program;
+* `custom_vjp`, with the inputs as the only residuals;
+* `custom_vmap`, which folds a mapped axis into the rows, so that nothing below is ever batched by JAX;
+* the per-shard bodies, which see local arrays of the contract's shapes and pick the platform at lowering.
+
+A sharding wrapper belongs between the last two.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+from jaxqla import _dispatch, _xla
+from jaxqla._checks import Dims, message
+
+# Names of the results in a rematerialisation policy.
+OUTPUT_NAME = "jaxqla_o"
+FINAL_STATE_NAME = "jaxqla_final_state"
+
+
+@dataclass(frozen=True)
+class Options:
+    """The static side of a call."""
+
+    scale: float
+    qk_l2norm: bool
+    return_final_state: bool
+    path: _dispatch.Path
+    cuda_only: bool  # implementation="cuda": lowering for another platform is an error
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gated_delta(options: Options, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    """The op on checked arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; g and beta float32."""
+    return _gated_delta(options, *arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated_delta(options, *arrays):
+    return _over_rows(_forward_body, options)(*arrays)
+
+
+def _gated_delta_fwd(options, *arrays):
+    o, final_state = _over_rows(_forward_body, options)(*arrays)
+    o = checkpoint_name(o, OUTPUT_NAME)
+    if final_state is not None:
+        final_state = checkpoint_name(final_state, FINAL_STATE_NAME)
+    return (o, final_state), arrays
+
+
+def _gated_delta_bwd(options, arrays, cotangents):
+    gradients = _first_order_only(options, arrays, cotangents)
+    # Integers have no gradient, which None says for whatever tangent type they have.
+    return (*gradients, None, None)
+
+
+_gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _first_order_only(options, arrays, cotangents):
+    return _over_rows(_backward_body, options)(*arrays, *cotangents)
+
+
+def _second_order(options, arrays, cotangents):
+    raise NotImplementedError(message("gated_delta", "derivatives", "be of the first order", "a second derivative"))
+
+
+_first_order_only.defvjp(_second_order, _second_order)
+
+
+# -- batching ----------------------------------------------------------------------------------------------------------
+
+_CU_SEQLENS = 7
+
+
+@functools.cache
+def _over_rows(body: Callable, options: Options) -> Callable:
+    """Wraps `body` so that `vmap` adds rows to it instead of batching what is inside."""
+
+    @jax.custom_batching.custom_vmap
+    def call(*arrays):
+        return body(options, *arrays)
+
+    @call.def_vmap
+    def rule(axis_size, in_batched, *arrays):
+        if arrays[_CU_SEQLENS] is None:
+            out = _fold_and_call(call, axis_size, in_batched, arrays)
+        else:
+            # Packed sequences live in a single row; their boundaries cannot be folded into another row's.
+            out = _map_and_call(call, axis_size, in_batched, arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+def _fold_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) -> Any:
+    def fold(x, batched):
+        x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+        return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+
+    rows = arrays[0].shape[1] if in_batched[0] else arrays[0].shape[0]
+    out = call(*jax.tree.map(fold, arrays, in_batched))
+    # Every result has the rows in front: with no cu_seqlens there is one state for each row.
+    return jax.tree.map(lambda x: x.reshape(axis_size, rows, *x.shape[1:]), out)
+
+
+def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) -> Any:
+    leaves, structure = jax.tree.flatten(arrays)
+    batched = jax.tree.leaves(in_batched)
+    mapped = [x for x, b in zip(leaves, batched, strict=True) if b]
+
+    def one(mapped_leaves):
+        rest = iter(mapped_leaves)
+        merged = [next(rest) if b else x for x, b in zip(leaves, batched, strict=True)]
+        return call(*jax.tree.unflatten(structure, merged))
+
+    return lax.map(one, mapped)
+
+
+# -- per-shard bodies --------------------------------------------------------------------------------------------------
+
+
+def _forward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seqlens):
+    """The forward on local arrays."""
+    arrays = (q, k, v, g, beta, initial_state, segment_ids, cu_seqlens)
+    dims = Dims.of(q, v, cu_seqlens)
+    if _is_empty(dims):
+        final_state = _state_or_zeros(dims, initial_state) if options.return_final_state else None
+        return jnp.zeros(v.shape, v.dtype), final_state
+
+    def xla(*arrays):
+        o, final_state = _xla.forward(*arrays, scale=options.scale, qk_l2norm=options.qk_l2norm)
+        return o, final_state if options.return_final_state else None
+
+    if options.path == "xla":
+        return xla(*arrays)
+
+    from jaxqla import _cuda
+
+    # The plan follows from local sizes: after folding and splitting they are what the device will see.
+    cuda = functools.partial(
+        _cuda.forward,
+        scale=options.scale,
+        qk_l2norm=options.qk_l2norm,
+        return_final_state=options.return_final_state,
+        plan=_dispatch.make_plan(dims, q.dtype),
+    )
+    default = functools.partial(_refuse, xla) if options.cuda_only else xla
+    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
+
+
+def _backward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seqlens, do, dfinal_state):
+    """The backward on local arrays: gradients of q, k, v, g, beta and initial_state."""
+    dims = Dims.of(q, v, cu_seqlens)
+    if _is_empty(dims):
+        dinitial_state = None if initial_state is None else _state_or_zeros(dims, dfinal_state)
+        return (*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v, g, beta)), dinitial_state)
+    return _xla.backward(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        initial_state,
+        segment_ids,
+        cu_seqlens,
+        do,
+        dfinal_state,
+        scale=options.scale,
+        qk_l2norm=options.qk_l2norm,
+    )
+
+
+def _is_empty(dims: Dims) -> bool:
+    """Whether no token writes to any state; kernels then have no work and would leave their results unwritten."""
+    return 0 in (dims.B, dims.T, dims.N)
+
+
+def _state_or_zeros(dims: Dims, state: jax.Array | None) -> jax.Array:
+    return jnp.zeros((dims.N, dims.HV, dims.K, dims.V), jnp.float32) if state is None else state
+
+
+# -- implementation="cuda" on another platform -------------------------------------------------------------------------
+
+# Both branches of a platform choice are traced everywhere, so only the lowering of a primitive can refuse a platform.
+_cuda_only_p = Primitive("jaxqla_cuda_only")
+_cuda_only_p.multiple_results = True
+_cuda_only_p.def_abstract_eval(lambda *types: types)
+
+
+def _refuse_to_lower(ctx, *_):
+    got = f"{' and '.join(ctx.module_context.platforms)} (None runs plain JAX there)"
+    raise ValueError(message("gated_delta", "implementation='cuda'", "be lowered for cuda", got))
+
+
+mlir.register_lowering(_cuda_only_p, _refuse_to_lower)
+
+
+def _refuse(function: Callable, *arrays: Any) -> Any:
+    """`function(*arrays)`, but an error where it would be lowered."""
+    leaves, structure = jax.tree.flatten(function(*arrays))
+    return jax.tree.unflatten(structure, _cuda_only_p.bind(*leaves))
