@@ -17,7 +17,7 @@ KERNEL_WIDTH = 128
 KERNEL_CAPABILITY = "9.0"
 KERNEL_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
-NOT_BUILT = "kernels are not built: run make kernels or install the wheel"
+_NOT_BUILT = ("built kernels", "none: run make kernels or install the wheel")
 
 # Time of one chunk of one head in the fused kernel on an H200, in microseconds, by V tile, and the number of SMs.
 _CHUNK_US = {128: 2.35, 64: 1.49}
@@ -98,25 +98,32 @@ def choose(
     if not failures:
         plan = make_plan(dims, dtype)
         return Choice("cuda", plan, f"V tiles of {plan.v_tile} are fastest for N * HV = {dims.N * dims.HV} states")
-    reason = "; ".join(failures)
     if implementation == "cuda":
-        raise ValueError(message(function, "implementation='cuda'", "be None or 'xla' here", reason))
-    return Choice("xla", None, reason)
+        needs, gots = (" and ".join(x) for x in zip(*failures, strict=True))
+        raise ValueError(message(function, "implementation='cuda'", f"have {needs}", gots))
+    return Choice("xla", None, "; ".join(_reason(*failure) for failure in failures))
 
 
-def _failures(dims: Dims, dtype: Any, kernels: Collection[str], capabilities: Collection[str]) -> list[str]:
+def _failures(dims: Dims, dtype: Any, kernels: Collection[str], capabilities: Collection[str]) -> list[tuple[str, str]]:
+    """Every rule of the kernels that the call breaks, as what they need and what they got."""
     failures = []
     if (dims.K, dims.V) != (KERNEL_WIDTH, KERNEL_WIDTH):
-        failures.append(f"the kernels need K = V = {KERNEL_WIDTH}, got K = {dims.K}, V = {dims.V}")
+        failures.append((f"K = V = {KERNEL_WIDTH}", f"K = {dims.K}, V = {dims.V}"))
     if dtype.name not in KERNEL_DTYPES:
-        failures.append(f"the kernels need q, k and v in {' or '.join(KERNEL_DTYPES)}, got {dtype.name}")
-    other = sorted(set(capabilities) - {KERNEL_CAPABILITY})
-    if other:
-        failures.append(f"the kernels need compute capability {KERNEL_CAPABILITY}, got {', '.join(other)}")
+        failures.append((f"q, k and v in {' or '.join(KERNEL_DTYPES)}", dtype.name))
+    others = sorted(set(capabilities) - {KERNEL_CAPABILITY})
+    if others:
+        failures.append((f"compute capability {KERNEL_CAPABILITY}", ", ".join(others)))
     if not kernels:
-        failures.append(NOT_BUILT)
+        failures.append(_NOT_BUILT)
     elif not failures:
         missing = [name for name in make_plan(dims, dtype).kernels if name not in kernels]
         if missing:
-            failures.append(f"{', '.join(missing)} is not among the built kernels: run make kernels")
+            failures.append((f"{' and '.join(missing)} built", ", ".join(sorted(kernels))))
     return failures
+
+
+def _reason(need: str, got: str) -> str:
+    if (need, got) == _NOT_BUILT:
+        return "kernels are not built: run make kernels or install the wheel"
+    return f"the kernels need {need}, got {got}"

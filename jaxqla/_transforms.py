@@ -30,6 +30,10 @@ OUTPUT_NAME = "jaxqla_o"
 FINAL_STATE_NAME = "jaxqla_final_state"
 
 
+# Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens.
+_SEGMENT_IDS, _CU_SEQLENS = 6, 7
+
+
 @dataclass(frozen=True)
 class Options:
     """The static side of a call."""
@@ -53,7 +57,8 @@ def _gated_delta(options, *arrays):
 
 
 def _gated_delta_fwd(options, *arrays):
-    o, final_state = _over_rows(_forward_body, options)(*arrays)
+    # The call is the differentiable one, so that a gradient of a gradient finds a rule here too.
+    o, final_state = _gated_delta(options, *arrays)
     o = checkpoint_name(o, OUTPUT_NAME)
     if final_state is not None:
         final_state = checkpoint_name(final_state, FINAL_STATE_NAME)
@@ -61,7 +66,7 @@ def _gated_delta_fwd(options, *arrays):
 
 
 def _gated_delta_bwd(options, arrays, cotangents):
-    gradients = _first_order_only(options, arrays, cotangents)
+    gradients = _gradients(options, *arrays, *cotangents)
     # Integers have no gradient, which None says for whatever tangent type they have.
     return (*gradients, None, None)
 
@@ -70,20 +75,23 @@ _gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _first_order_only(options, arrays, cotangents):
-    return _over_rows(_backward_body, options)(*arrays, *cotangents)
+def _gradients(options, *arrays_and_cotangents):
+    return _over_rows(_backward_body, options)(*arrays_and_cotangents)
 
 
-def _second_order(options, arrays, cotangents):
-    raise NotImplementedError(message("gated_delta", "derivatives", "be of the first order", "a second derivative"))
+def _gradients_fwd(options, *arrays_and_cotangents):
+    return _gradients(options, *arrays_and_cotangents), arrays_and_cotangents
 
 
-_first_order_only.defvjp(_second_order, _second_order)
+def _gradients_bwd(options, arrays_and_cotangents, cotangents):
+    gradients = _over_rows(_second_order_body, options)(*arrays_and_cotangents, *cotangents)
+    return (*gradients[:_SEGMENT_IDS], None, None, *gradients[_SEGMENT_IDS:])
+
+
+_gradients.defvjp(_gradients_fwd, _gradients_bwd)
 
 
 # -- batching ----------------------------------------------------------------------------------------------------------
-
-_CU_SEQLENS = 7
 
 
 @functools.cache
@@ -112,13 +120,13 @@ def _fold_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any)
         return x.reshape(axis_size * x.shape[1], *x.shape[2:])
 
     rows = arrays[0].shape[1] if in_batched[0] else arrays[0].shape[0]
-    out = call(*jax.tree.map(fold, arrays, in_batched))
+    out = call(*jax.tree.map(fold, tuple(arrays), tuple(in_batched)))
     # Every result has the rows in front: with no cu_seqlens there is one state for each row.
     return jax.tree.map(lambda x: x.reshape(axis_size, rows, *x.shape[1:]), out)
 
 
 def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) -> Any:
-    leaves, structure = jax.tree.flatten(arrays)
+    leaves, structure = jax.tree.flatten(tuple(arrays))
     batched = jax.tree.leaves(in_batched)
     mapped = [x for x, b in zip(leaves, batched, strict=True) if b]
 
@@ -182,6 +190,18 @@ def _backward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seq
         scale=options.scale,
         qk_l2norm=options.qk_l2norm,
     )
+
+
+def _second_order_body(options, *arrays):
+    """Gradients of the backward, by JAX through the plain path, with respect to its floating arguments."""
+    primals, cotangents = arrays[:10], arrays[10:]
+    segment_ids, cu_seqlens = primals[_SEGMENT_IDS], primals[_CU_SEQLENS]
+
+    def backward(*floats):
+        return _backward_body(options, *floats[:_SEGMENT_IDS], segment_ids, cu_seqlens, *floats[_SEGMENT_IDS:])
+
+    _, vjp = jax.vjp(backward, *primals[:_SEGMENT_IDS], *primals[_CU_SEQLENS + 1 :])
+    return vjp(tuple(cotangents))
 
 
 def _is_empty(dims: Dims) -> bool:

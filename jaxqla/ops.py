@@ -43,10 +43,9 @@ def gated_delta(
     so strong decay cannot overflow. Results are deterministic. A float32 product has the precision of
     `jax.default_matmul_precision`.
 
-    Transformations: `jit`, `vmap` over any subset of the arguments, reverse-mode `grad` of the first order, `remat`,
-    `scan`. Forward mode (`jvp`) and second derivatives raise. The inputs are the only residuals, so the memory of a
-    training step does not grow with the number of tokens beyond them. In a policy of `jax.checkpoint` the results are
-    named `"jaxqla_o"` and `"jaxqla_final_state"`.
+    Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `remat`, `scan`. Forward
+    mode (`jvp`) raises. The inputs are the only residuals of the forward. In a policy of `jax.checkpoint` the results
+    are named `"jaxqla_o"` and `"jaxqla_final_state"`.
 
     Args:
         q: Queries, bfloat16, float16 or float32. Value head `h` reads the query and key of head `h // (HV // H)`.
