@@ -138,7 +138,7 @@ def _check_inputs(function: str, *, q: Any, k: Any, v: Any, g: Any, beta: Any) -
 def _check_packing(function: str, q: Any, segment_ids: Any, cu_seqlens: Any) -> None:
     B, T = q.shape[:2]
     if segment_ids is not None and cu_seqlens is not None:
-        rule = "be None where segment_ids is given, the two describe the same thing"
+        rule = "be None where segment_ids is given"
         raise ValueError(message(function, "cu_seqlens", rule, "both"))
     if segment_ids is not None:
         if segment_ids.shape != (B, T):
@@ -168,7 +168,7 @@ def _check_state(function: str, dims: Dims, initial_state: Any) -> None:
 
 def _check_flag(function: str, name: str, value: Any) -> None:
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(message(function, name, "be True or False when the function is traced", _kind(value)))
+        raise TypeError(message(function, name, "be True or False, a Python value", _kind(value)))
 
 
 def _check_scale(function: str, scale: Any) -> None:
@@ -177,7 +177,7 @@ def _check_scale(function: str, scale: Any) -> None:
     # A traced scale would need a new kernel argument; a concrete jax array would need a transfer to the host.
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real | np.floating | np.integer):
         raise TypeError(
-            message(function, "scale", "be a Python number or None; scale q for a traced one", _kind(scale))
+            message(function, "scale", "be a Python number or None (multiply q by a traced one)", _kind(scale))
         )
     if not math.isfinite(scale):
         raise ValueError(message(function, "scale", "be finite", scale))
