@@ -1,0 +1,139 @@
+"""Does a call become kernels where it is lowered for CUDA, and plain JAX elsewhere? Needs no GPU and no kernels."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxqla
+from jaxqla import _cuda, _launch, ops
+
+TARGET = "jaxqla_launch_v1"
+KERNELS = frozenset(
+    {"gdn_chunk_inverse_bf16", "gdn_fused_forward_bf16_v64", "gdn_fused_forward_bf16_v128"}
+    | {"gdn_chunk_inverse_fp16", "gdn_fused_forward_fp16_v64", "gdn_fused_forward_fp16_v128"}
+)
+
+
+@pytest.fixture(autouse=True)
+def built(monkeypatch):
+    """Kernels as if built, on a machine that need not have them: their calls can be lowered, not run."""
+
+    def launch(kernel, operands, results, *, scalars=None, in_place=None):
+        call = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=dict(in_place or {}))
+        return tuple(call(*operands, kernel=kernel, **(scalars or {})))
+
+    monkeypatch.setattr(_launch, "available_kernels", lambda: KERNELS)
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(_cuda, "launch", launch, raising=False)
+    monkeypatch.setattr(ops, "_cuda_capabilities", frozenset)
+
+
+def arguments(*lead, B=2, T=70, K=128, dtype=jnp.bfloat16):
+    shapes = ((B, T, 3, K), (B, T, 3, K), (B, T, 6, 128), (B, T, 6), (B, T, 6))
+    return tuple(jax.ShapeDtypeStruct((*lead, *shape), dtype) for shape in shapes)
+
+
+def output(*arguments, **kwargs):
+    return jaxqla.gated_delta(*arguments, **kwargs)[0]
+
+
+def lower(function, *arguments, platforms=("cuda",)):
+    return jax.jit(function).trace(*arguments).lower(lowering_platforms=platforms).as_text()
+
+
+def kernels_of(text):
+    """Names of the kernels in the order of their calls."""
+    assert text.count(f"@{TARGET}(") == text.count("kernel = ")
+    return re.findall(r'kernel = "(\w+)"', text)
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), [(jnp.bfloat16, "bf16"), (jnp.float16, "fp16")])
+def test_cuda_lowers_to_the_kernels_that_explain_names(dtype, suffix):
+    args = arguments(dtype=dtype)
+    names = kernels_of(lower(output, *args))
+    assert names == [f"gdn_chunk_inverse_{suffix}", f"gdn_fused_forward_{suffix}_v64"]
+    assert tuple(names) == jaxqla.explain(*args).kernels
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "rocm"])
+def test_other_platforms_lower_to_plain_jax(platform):
+    text = lower(output, *arguments(), platforms=(platform,))
+    assert TARGET not in text
+    assert "jaxqla" not in re.sub(r"loc\(.*?\)", "", text)
+
+
+def test_the_compiled_cpu_program_has_no_conditional():
+    text = jax.jit(output).trace(*arguments()).lower(lowering_platforms=("cpu",)).compile().as_text()
+    assert " conditional(" not in text
+    assert TARGET not in text
+
+
+def test_one_program_for_two_platforms_holds_both():
+    assert TARGET in lower(output, *arguments(), platforms=("cpu", "cuda"))
+
+
+def test_what_kernels_cannot_run_lowers_to_plain_jax():
+    assert TARGET not in lower(output, *arguments(K=64))
+    assert TARGET not in lower(output, *arguments(dtype=jnp.float32))
+
+
+def test_asking_for_a_path():
+    def cuda(*arguments):
+        return output(*arguments, implementation="cuda")
+
+    def xla(*arguments):
+        return output(*arguments, implementation="xla")
+
+    assert len(kernels_of(lower(cuda, *arguments()))) == 2
+    assert TARGET not in lower(xla, *arguments())
+    refusal = r"^gated_delta: implementation='cuda' must be lowered for cuda, got cpu"
+    with pytest.raises(ValueError, match=refusal):
+        lower(cuda, *arguments(), platforms=("cpu",))
+    with pytest.raises(ValueError, match=refusal):
+        cuda(*(jnp.zeros(x.shape, x.dtype) for x in arguments(T=3)))
+    with pytest.raises(ValueError, match=r"^gated_delta: implementation='cuda' must have K = V = 128, got K = 64"):
+        lower(cuda, *arguments(K=64), platforms=("cpu",))
+
+
+def test_empty_calls_launch_nothing():
+    assert TARGET not in lower(output, *arguments(T=0))
+    assert TARGET not in lower(output, *arguments(B=0))
+
+
+def test_vmap_folds_into_one_launch_and_plans_by_the_folded_size():
+    args = arguments(11)
+    text = lower(jax.vmap(output), *args)
+    assert kernels_of(text) == ["gdn_chunk_inverse_bf16", "gdn_fused_forward_bf16_v128"]
+    assert "tensor<22x70x6x128xbf16>" in text
+
+
+def test_vmap_of_packed_sequences_maps_over_them():
+    cu_seqlens = jax.ShapeDtypeStruct((11, 4), jnp.int32)
+    text = lower(jax.vmap(lambda *a: output(*a[:5], cu_seqlens=a[5])), *arguments(11, B=1), cu_seqlens)
+    assert len(kernels_of(text)) == 2
+    assert "stablehlo.while" in text
+
+
+def test_gradients_keep_the_forward_kernels_where_the_output_is_used():
+    def loss(*arguments):
+        return jnp.square(output(*arguments).astype(jnp.float32)).sum()
+
+    assert len(kernels_of(lower(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *arguments()))) == 2
+
+
+def test_scalars_are_of_numpy():
+    # A Python number would become a 64-bit attribute, whatever the kernel expects.
+    attributes = set(re.findall(r"scale = \S+ : (\w+)", lower(lambda *a: output(*a, scale=0.25), *arguments())))
+    assert attributes <= {"f32"}
+
+
+def test_export_for_two_platforms():
+    checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+    exported = jax.export.export(jax.jit(output), platforms=("cpu", "cuda"), disabled_checks=checks)(*arguments(T=5))
+    loaded = jax.export.deserialize(exported.serialize())
+    rng = np.random.default_rng(0)
+    args = [jnp.asarray(-abs(rng.standard_normal(x.shape)), x.dtype) for x in arguments(T=5)]
+    np.testing.assert_array_equal(loaded.call(*args), jax.jit(output)(*args))
