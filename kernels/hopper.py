@@ -1,0 +1,34 @@
+"""What the kernels assume of the chip: one record, so that a second architecture is a second record."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Limits and choices of one GPU generation.
+
+    Attributes:
+        target: TileLang target.
+        num_sms: Streaming multiprocessors of the full part.
+        shared_bytes: Shared memory a block may ask for.
+        state_registers: Registers of a thread that holds the recurrent state; below 208 ptxas serialises its WGMMA.
+        helper_registers: Registers of a thread of the score warpgroup, by the number of state warpgroups beside it.
+        producer_registers: Registers of a thread that moves data, likewise.
+    """
+
+    target: dict[str, str]
+    num_sms: int
+    shared_bytes: int
+    state_registers: int
+    helper_registers: dict[int, int]
+    producer_registers: dict[int, int]
+
+
+HOPPER = Architecture(
+    target={"kind": "cuda", "arch": "sm_90a"},
+    num_sms=132,
+    shared_bytes=227 * 1024,
+    state_registers=208,
+    helper_registers={1: 136, 2: 72},
+    producer_registers={1: 56, 2: 24},
+)
