@@ -159,12 +159,14 @@ def _forward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seql
     from jaxqla import _cuda
 
     # The plan follows from local sizes: after folding and splitting they are what the device will see.
+    plan = _dispatch.make_plan(dims, q.dtype)
     cuda = functools.partial(
         _cuda.forward,
         scale=options.scale,
         qk_l2norm=options.qk_l2norm,
         return_final_state=options.return_final_state,
-        plan=_dispatch.make_plan(dims, q.dtype),
+        inverse_kernel=plan.inverse,
+        fused_kernel=plan.fused,
     )
     default = functools.partial(_refuse, xla) if options.cuda_only else xla
     return lax.platform_dependent(*arrays, cuda=cuda, default=default)

@@ -17,6 +17,7 @@ from kernels.tiles import CUDA_SOURCE, LOG2_E, MIN_LOG2_GATE, PAD, RESET, dims
 PITCH = 72  # kPitch of tiles.cuh
 DIAGONAL_PITCH = 24  # kDiagPitch of tiles.cuh
 THREADS = 128
+BLOCKS_PER_SM = 5  # what shared memory allows
 
 
 def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
@@ -56,6 +57,7 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
     ):
         with T.Kernel(NC, H, threads=THREADS) as (slot, key_head):
             T.import_source(CUDA_SOURCE)
+            T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
             tx = T.get_thread_binding()
             sequence = T.alloc_var(i32)
             start = T.alloc_var(i32)
@@ -94,7 +96,7 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                     a_s[r, c] = 0.0
                 T.sync_threads()
                 for r, c in T.Parallel(C, K):
-                    k_s[r, c] = T.if_then_else(r < num_rows and flags_s[r] != PAD, k[first + r, key_head, c], 0.0)
+                    k_s[r, c] = T.if_then_else(r < num_rows and flags_s[r] != PAD, k[first + r, key_head, c], T.cast(0, dtype))
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.gemm(k_s, k_s, KK, transpose_B=True, clear_accum=True)
@@ -104,11 +106,15 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                     if tx < 32:
                         prepare_gates(g, beta, flags_s, g_s, beta_s, g_cum, slot, first, num_rows, head, tx)
                     T.sync_threads()
-                    for r, c in T.Parallel(C, C):
-                        KK_gated = T.if_then_else(r > c, KK[r, c] * (beta_s[r] * T.exp2(g_s[r] - g_s[c])), 0.0)
-                        lower_s[r, c] = KK_gated
-                        if r // 16 == c // 16:
-                            columns_s[r // 16, c % 16, r % 16] = KK_gated
+                    T.call_extern(
+                        "handle",
+                        "jaxqla::gate_lower",
+                        KK.data,
+                        T.address_of(g_s[0]),
+                        T.address_of(beta_s[0]),
+                        T.address_of(lower_s[0, 0]),
+                        T.address_of(columns_s[0, 0, 0]),
+                    )
                     T.sync_threads()
                     T.call_extern(
                         "handle", "jaxqla::invert_diagonal_blocks", T.address_of(columns_s[0, 0, 0]), T.address_of(diagonal_s[0, 0, 0])

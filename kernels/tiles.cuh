@@ -155,6 +155,35 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* poin
 constexpr int kPitch = 72;      // halves a row of a padded 64x64 tile: ldmatrix rows fall in distinct banks
 constexpr int kDiagPitch = 24;  // the same for a 16x16 tile
 
+// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K K^T, by one warpgroup.
+// Blocks of 16 below the diagonal go to `lower` (half precision, kPitch), those on it to `columns` as invert_diagonal_blocks reads them.
+__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, cutlass::half_t* lower, float* columns) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+  const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
+  const float beta_low = beta[warp * 16 + row], beta_high = beta[warp * 16 + 8 + row];
+  uint32_t* out = reinterpret_cast<uint32_t*>(lower + (warp * 16 + row) * kPitch + column);
+#pragma unroll
+  for (int block = 0; block < 8; ++block) {
+    if (block <= 2 * warp + 1) {
+      const float2 g_column = *reinterpret_cast<const float2*>(g + block * 8 + column);
+      const float* x = kk + block * 4;
+      float y[4] = {x[0] * (beta_low * exp2f(g_low - g_column.x)), x[1] * (beta_low * exp2f(g_low - g_column.y)),
+                    x[2] * (beta_high * exp2f(g_high - g_column.x)), x[3] * (beta_high * exp2f(g_high - g_column.y))};
+      if (block < 2 * warp) {
+        out[block * 4] = Pair<cutlass::half_t>::pack(y[0], y[1]);
+        out[block * 4 + 4 * kPitch] = Pair<cutlass::half_t>::pack(y[2], y[3]);
+      } else {
+        const int c = (block & 1) * 8 + column;
+        float* target = columns + warp * 256 + c * 16 + row;
+        target[0] = row > c ? y[0] : 0.f;
+        target[16] = row > c + 1 ? y[1] : 0.f;
+        target[8] = row + 8 > c ? y[2] : 0.f;
+        target[24] = row + 8 > c + 1 ? y[3] : 0.f;
+      }
+    }
+  }
+}
+
 // Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane. columns: [4][16][16] float32,
 // the strictly lower part of each block, column-contiguous. Result in half precision, row-major.
 __device__ __forceinline__ void invert_diagonal_blocks(const float* columns, cutlass::half_t* diagonal) {
