@@ -13,7 +13,7 @@ SHELL := /bin/bash
 .PHONY: help demo test kernels wheel check-wheel lint format test-oldest test-newest gpu-test clean
 
 OLDEST_JAX := 0.10.2
-CXX_FILES := $(shell find ffi -name '*.cc' -o -name '*.h' 2>/dev/null)
+CXX_FILES := $(shell find ffi kernels -name "*.cc" -o -name "*.h" -o -name "*.cuh" 2>/dev/null)
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 STEP := .ci/step
 PIP := -m pip install --quiet --disable-pip-version-check

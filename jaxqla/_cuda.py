@@ -1,8 +1,8 @@
 """The kernel path: packs the rows, marks padding and resets, and launches the kernels of the forward.
 
-The kernels see one packed axis of `NT` tokens with the boundaries of `N` sequences, whatever form the call has. A chunk is 64
-tokens counted from the start of its sequence; chunk `c` of sequence `n` has slot `cu_seqlens[n] // 64 + n + c`, so that `NC =
-NT // 64 + N` slots hold the chunks of any boundaries. Absent operands and results are arrays of size 0.
+The kernels see one packed axis of `NT` tokens with the boundaries of `N` sequences, whatever form the call has. A chunk
+is 64 tokens counted from the start of its sequence; chunk `c` of sequence `n` has slot `cu_seqlens[n] // 64 + n + c`,
+so that `NC = NT // 64 + N` slots hold the chunks of any boundaries. Absent operands and results are arrays of size 0.
 """
 
 from typing import NamedTuple
@@ -101,8 +101,8 @@ def chunk_inverse(
     """Launches the inverse kernel.
 
     Returns:
-        The inverse of each chunk times `diag(beta)`, gates included, in the dtype of k; the sums of the gates in each chunk, in
-        base 2; and a buffer for the output, zero where no sequence is. Only `v`'s shape and dtype matter.
+        The inverse of each chunk times `diag(beta)`, gates included, in the dtype of k; the sums of the gates in each
+        chunk, in base 2; and a buffer for the output, zero where no sequence is. Of `v` only shape and dtype matter.
     """
     NT, HV, _ = v.shape
     NC = NT // CHUNK + packed.cu_seqlens.shape[0] - 1

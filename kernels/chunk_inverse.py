@@ -2,11 +2,12 @@
 
     A = (I + L)^-1 diag(beta),    L_ij = beta_i <k_i, k_j> exp2(G_i - G_j) for i > j, else 0
 
-with G the in-chunk sum of the gates in base 2, clamped so that a token which erases the state leaves later tokens accurate. One block
-a chunk and key head: K K^T is made once and serves all value heads of the key head.
+with G the in-chunk sum of the gates in base 2, clamped so that a token which erases the state leaves later tokens
+accurate. One block a chunk and key head: K K^T is made once and serves all value heads of the key head.
 
-Chunks are counted from the start of their sequence. Chunk c of sequence n has slot cu_seqlens[n] // 64 + n + c; slots that no chunk
-has are left unwritten. Rows of `o` past the last sequence are zeroed here; the fused kernel writes the others.
+Chunks are counted from the start of their sequence. Chunk c of sequence n has slot cu_seqlens[n] // 64 + n + c; slots
+that no chunk has are left unwritten. Rows of `o` past the last sequence are zeroed here; the fused kernel writes the
+others.
 """
 
 import tilelang.language as T
@@ -33,12 +34,11 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
             row = part * 32 + tx
             sums[part] = 0.0
             beta_s[row] = 0.0
-            if row < num_rows:
-                if flags_s[row] != PAD:
-                    beta_s[row] = beta[first + row, head]
-                    sums[part] = T.if_then_else(
-                        flags_s[row] == RESET, MIN_LOG2_GATE, T.max(g[first + row, head] * LOG2_E, MIN_LOG2_GATE)
-                    )
+            if row < num_rows and flags_s[row] != PAD:
+                beta_s[row] = beta[first + row, head]
+                sums[part] = T.if_then_else(
+                    flags_s[row] == RESET, MIN_LOG2_GATE, T.max(g[first + row, head] * LOG2_E, MIN_LOG2_GATE)
+                )
         T.call_extern("handle", "jaxqla::chunk_cumsum", T.address_of(sums[0]), T.address_of(sums[1]))
         for part in T.unroll(2):
             g_s[part * 32 + tx] = sums[part]
@@ -96,7 +96,9 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                     a_s[r, c] = 0.0
                 T.sync_threads()
                 for r, c in T.Parallel(C, K):
-                    k_s[r, c] = T.if_then_else(r < num_rows and flags_s[r] != PAD, k[first + r, key_head, c], T.cast(0, dtype))
+                    k_s[r, c] = T.if_then_else(
+                        r < num_rows and flags_s[r] != PAD, k[first + r, key_head, c], T.cast(0, dtype)
+                    )
                 T.fence_proxy_async()
                 T.sync_threads()
                 T.gemm(k_s, k_s, KK, transpose_B=True, clear_accum=True)
@@ -117,7 +119,10 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                     )
                     T.sync_threads()
                     T.call_extern(
-                        "handle", "jaxqla::invert_diagonal_blocks", T.address_of(columns_s[0, 0, 0]), T.address_of(diagonal_s[0, 0, 0])
+                        "handle",
+                        "jaxqla::invert_diagonal_blocks",
+                        T.address_of(columns_s[0, 0, 0]),
+                        T.address_of(diagonal_s[0, 0, 0]),
                     )
                     T.sync_threads()
                     T.call_extern(

@@ -1,11 +1,12 @@
-"""Fused state and output pass of the forward: walks the chunks of one sequence and value head with the state in registers.
+"""Fused state and output pass of the forward: walks the chunks of a sequence and value head, the state in registers.
 
-    U  = K S                      W = V - diag(gam) U            N = A W          (A: gated inverse times beta, from chunk_inverse)
-    O  = scale (diag(gam) Q S + P N)                              P = lower(Q K^T) o D
+    U  = K S              W = V - diag(gam) U            N = A W     (A: gated inverse times beta, from chunk_inverse)
+    O  = scale (diag(gam) Q S + P N)                     P = lower(Q K^T) o D
     S' = gam_C S + K^T diag(gam_C / gam) N
 
-All of it transposed: a warpgroup holds 64 rows of S^T [V, K] as a WGMMA accumulator, whose layout is also that of an A operand, so
-the serial chain never leaves registers. One more warpgroup computes the scores P; the warps of the last one load and store.
+All of it transposed: a warpgroup holds 64 rows of S^T [V, K] as a WGMMA accumulator, whose layout is also that of an A
+operand, so the serial chain never leaves registers. One more warpgroup computes the scores P; the warps of the last one
+load and store.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +18,7 @@ from kernels.hopper import HOPPER
 from kernels.tiles import CHUNK as C
 from kernels.tiles import CUDA_SOURCE, dims
 
-
-# rows of the gates tile: g in base 2, gam = exp2(g), gam * scale, gam_C / gam
+# Rows of the gates tile: g in base 2, gam = exp2(g), gam * scale, gam_C / gam
 G, DECAY, DECAY_SCALE, REST = range(4)
 
 
@@ -48,7 +48,10 @@ class Tiles(NamedTuple):
 
 
 class Barriers(NamedTuple):
-    """Who waits for whom: loaders -> loaded -> state, scores -> released -> loaders; scores -> scored -> state -> scores_released."""
+    """Who waits for whom.
+
+    loaders -> loaded -> state, scores -> released -> loaders; scores -> scored -> state -> scores_released -> scores.
+    """
 
     loaded: Any
     released: Any
@@ -149,7 +152,9 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.gemm(tiles.q[st, :, :], tiles.k[st, :, :], P, transpose_B=True, clear_accum=True)
             T.barrier_wait(barriers.scores_released[st], phase ^ 1)
             for r, c in T.Parallel(C, C):
-                P[r, c] = T.if_then_else(r >= c, P[r, c] * (T.exp2(tiles.gates[st, G, r] - tiles.gates[st, G, c]) * scale), 0.0)
+                P[r, c] = T.if_then_else(
+                    r >= c, P[r, c] * (T.exp2(tiles.gates[st, G, r] - tiles.gates[st, G, c]) * scale), 0.0
+                )
             T.copy(P, tiles.p[st, :, :])
             T.fence_proxy_async()
             T.barrier_arrive(barriers.scored[st])
@@ -168,7 +173,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
 
     @T.macro
     def load_chunks(q, k, v, a, row_flags, item, tiles, barriers):
-        """One warp. Rows of padding or of the next sequence may hold anything, NaN too: zeroed before anyone reads them."""
+        """One warp. Rows of padding or of the next sequence may hold anything, NaN too: zeroed before they are read."""
         left = T.alloc_var(i32)
         num_cut = T.alloc_var(i32)
         num_cut = 0
@@ -184,9 +189,15 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                 T.barrier_wait(barriers.landed[0], num_cut % 2)
                 num_cut += 1
                 zero = "jaxqla::zero_invalid_rows"
-                T.call_extern("handle", zero, T.address_of(tiles.q[st, 0, 0]), K // 64, row_flags.data, NF, left, item.end)
-                T.call_extern("handle", zero, T.address_of(tiles.k[st, 0, 0]), K // 64, row_flags.data, NF, left, item.end)
-                T.call_extern("handle", zero, T.address_of(tiles.v[st, 0, 0]), num_halves, row_flags.data, NF, left, item.end)
+                T.call_extern(
+                    "handle", zero, T.address_of(tiles.q[st, 0, 0]), K // 64, row_flags.data, NF, left, item.end
+                )
+                T.call_extern(
+                    "handle", zero, T.address_of(tiles.k[st, 0, 0]), K // 64, row_flags.data, NF, left, item.end
+                )
+                T.call_extern(
+                    "handle", zero, T.address_of(tiles.v[st, 0, 0]), num_halves, row_flags.data, NF, left, item.end
+                )
                 T.fence_proxy_async()
             T.barrier_arrive(barriers.loaded[st])
 
@@ -210,7 +221,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
 
     @T.macro
     def store_outputs(o, item, tiles, barriers, lane):
-        """One warp. The first hand-over carries nothing: the state warpgroups give out a chunk's output while they work on the next."""
+        """One warp. The first hand-over is empty: a chunk's output goes out while the state works on the next one."""
         for i in T.serial(item.num_chunks + 1):
             T.barrier_wait(barriers.o_written, i % 2)
             if i > 0:

@@ -1,9 +1,11 @@
-// Warp-level pieces that TileLang has no form for: transposed fragment traffic with 128-byte swizzled tiles, row masks, and the
-// inverse of a 64x64 unit lower triangle. Every function is called by whole warps; "lane" is the index in the warp.
+// Warp-level pieces that TileLang has no form for: transposed fragment traffic with 128-byte swizzled tiles, row masks,
+// and the inverse of a 64x64 unit lower triangle. Every function is called by whole warps; "lane" is the index in the
+// warp.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cutlass/numeric_types.h>
+
 #include <cstdint>
 
 namespace jaxqla {
@@ -12,8 +14,10 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-template <typename T> struct Pair;
-template <> struct Pair<cutlass::bfloat16_t> {
+template <typename T>
+struct Pair;
+template <>
+struct Pair<cutlass::bfloat16_t> {
   static __device__ __forceinline__ float2 unpack(uint32_t x) {
     return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u));
   }
@@ -22,23 +26,27 @@ template <> struct Pair<cutlass::bfloat16_t> {
     return *reinterpret_cast<uint32_t*>(&h);
   }
 };
-template <> struct Pair<cutlass::half_t> {
-  static __device__ __forceinline__ float2 unpack(uint32_t x) { return __half22float2(*reinterpret_cast<__half2*>(&x)); }
+template <>
+struct Pair<cutlass::half_t> {
+  static __device__ __forceinline__ float2 unpack(uint32_t x) {
+    return __half22float2(*reinterpret_cast<__half2*>(&x));
+  }
   static __device__ __forceinline__ uint32_t pack(float lo, float hi) {
     __half2 h = __floats2half2_rn(lo, hi);
     return *reinterpret_cast<uint32_t*>(&h);
   }
 };
 
-// Address, for this lane, of the 8x8 matrix (lane >> 3) of a 16-token x 16-column block in a [64 tokens][64 columns] 16-bit tile with
-// 128-byte rows swizzled in 16-byte units. The warp's 16 columns start at 16 * warp. Blocks of 16 tokens are 2048 bytes apart.
+// Address, for this lane, of the 8x8 matrix (lane >> 3) of a 16-token x 16-column block in a [64 tokens][64 columns]
+// 16-bit tile with 128-byte rows swizzled in 16-byte units. The warp's 16 columns start at 16 * warp. Blocks of 16
+// tokens are 2048 bytes apart.
 __device__ __forceinline__ uint32_t transposed_block(const void* tile, int warp) {
   const int lane = threadIdx.x & 31, matrix = lane >> 3, row = lane & 7;
   return shared_address(tile) + ((matrix >> 1) * 8 + row) * 128 + (((2 * warp + (matrix & 1)) ^ row) << 4);
 }
 
-// w^T = v^T - diag(decay) u^T on the accumulator fragment of a warpgroup: u, w hold [64 columns of v][64 tokens], v lies as
-// [64 tokens][64 columns] in shared memory. decay holds one factor a token.
+// w^T = v^T - diag(decay) u^T on the accumulator fragment of a warpgroup: u, w hold [64 columns of v][64 tokens], v
+// lies as [64 tokens][64 columns] in shared memory. decay holds one factor a token.
 template <typename T>
 __device__ __forceinline__ void delta_error(T* w, const float* u, const void* v_tile, const float* decay) {
   const uint32_t address = transposed_block(v_tile, (threadIdx.x >> 5) & 3);
@@ -91,7 +99,8 @@ __device__ __forceinline__ bool all_rows_valid(const int* row_flags, int num_fla
 }
 
 // Zeroes the invalid rows in each of the [64][64] 16-bit tiles that lie one behind another, by one warp.
-__device__ __forceinline__ void zero_invalid_rows(void* tiles, int num_tiles, const int* row_flags, int num_flags, int first, int end) {
+__device__ __forceinline__ void zero_invalid_rows(void* tiles, int num_tiles, const int* row_flags, int num_flags,
+                                                  int first, int end) {
   uint32_t* words = reinterpret_cast<uint32_t*>(tiles) + (threadIdx.x & 31);
 #pragma unroll 1
   for (int row = 0; row < 64; ++row) {
@@ -109,12 +118,14 @@ __device__ __forceinline__ void store_rows(T* out, int64_t stride, const void* t
   uint32_t* target = reinterpret_cast<uint32_t*>(out) + lane;
 #pragma unroll 1
   for (int row = 0; row < num_rows; ++row) {
-    for (int tile = 0; tile < num_tiles; ++tile) target[tile * 32] = words[(tile * 64 + row) * 32 + (lane ^ ((row & 7) << 2))];
+    for (int tile = 0; tile < num_tiles; ++tile)
+      target[tile * 32] = words[(tile * 64 + row) * 32 + (lane ^ ((row & 7) << 2))];
     target += stride / 2;
   }
 }
 
-// The last sequence n with cu_seqlens[n] / 64 + n <= slot, asked by a block of 128 threads: a 129-way search, one barrier a level.
+// The last sequence n with cu_seqlens[n] / 64 + n <= slot, asked by a block of 128 threads: a 129-way search, one
+// barrier a level.
 __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequences, int slot) {
   int low = 0, count = num_sequences;  // the answer is in [low, low + count)
   while (count > 1) {
@@ -155,9 +166,11 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* poin
 constexpr int kPitch = 72;      // halves a row of a padded 64x64 tile: ldmatrix rows fall in distinct banks
 constexpr int kDiagPitch = 24;  // the same for a 16x16 tile
 
-// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K K^T, by one warpgroup.
-// Blocks of 16 below the diagonal go to `lower` (half precision, kPitch), those on it to `columns` as invert_diagonal_blocks reads them.
-__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, cutlass::half_t* lower, float* columns) {
+// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K
+// K^T, by one warpgroup. Blocks of 16 below the diagonal go to `lower` (half precision, kPitch), those on it to
+// `columns` as invert_diagonal_blocks reads them.
+__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, cutlass::half_t* lower,
+                                           float* columns) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   const float beta_low = beta[warp * 16 + row], beta_high = beta[warp * 16 + 8 + row];
@@ -184,8 +197,8 @@ __device__ __forceinline__ void gate_lower(const float* kk, const float* g, cons
   }
 }
 
-// Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane. columns: [4][16][16] float32,
-// the strictly lower part of each block, column-contiguous. Result in half precision, row-major.
+// Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane. columns:
+// [4][16][16] float32, the strictly lower part of each block, column-contiguous. Result in half precision, row-major.
 __device__ __forceinline__ void invert_diagonal_blocks(const float* columns, cutlass::half_t* diagonal) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 15;
   const float4* block = reinterpret_cast<const float4*>(columns + warp * 256);
@@ -209,10 +222,12 @@ __device__ __forceinline__ void invert_diagonal_blocks(const float* columns, cut
   }
 }
 
-// Block column w of the inverse X = (I + L)^-1 by warp w, with no barrier: X_iw = -D_i sum_{w<=k<i} L_ik X_kw, D_i the inverted diagonal
-// blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes X diag(beta), row-major with kPitch.
+// Block column w of the inverse X = (I + L)^-1 by warp w, with no barrier: X_iw = -D_i sum_{w<=k<i} L_ik X_kw, D_i the
+// inverted diagonal blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes X
+// diag(beta), row-major with kPitch.
 template <typename T>
-__device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, const cutlass::half_t* diagonal, const float* beta, T* out) {
+__device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, const cutlass::half_t* diagonal,
+                                              const float* beta, T* out) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = (lane & 7) + ((lane >> 4) << 3), column = ((lane >> 3) & 1) * 8;
   const float beta_low = beta[warp * 16 + (lane >> 2)], beta_high = beta[warp * 16 + 8 + (lane >> 2)];
@@ -233,8 +248,9 @@ __device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, cons
           mma_half(low, x[k], b[0], b[1]);
           mma_half(high, x[k], b[2], b[3]);
         }
-        const uint32_t a[4] = {Pair<cutlass::half_t>::pack(-low[0], -low[1]), Pair<cutlass::half_t>::pack(-low[2], -low[3]),
-                               Pair<cutlass::half_t>::pack(-high[0], -high[1]), Pair<cutlass::half_t>::pack(-high[2], -high[3])};
+        const uint32_t a[4] = {
+            Pair<cutlass::half_t>::pack(-low[0], -low[1]), Pair<cutlass::half_t>::pack(-low[2], -low[3]),
+            Pair<cutlass::half_t>::pack(-high[0], -high[1]), Pair<cutlass::half_t>::pack(-high[2], -high[3])};
         load_matrices(b, diagonal + i * 16 * kDiagPitch + row * kDiagPitch + column);
         float r_low[4] = {0, 0, 0, 0}, r_high[4] = {0, 0, 0, 0};
         mma_half(r_low, a, b[0], b[1]);
@@ -251,7 +267,8 @@ __device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, cons
         const float factor = (part & 1) ? beta_high : beta_low;
         packed[part] = Pair<T>::pack(value.x * factor, value.y * factor);
       }
-      // matrices: (columns 0-7, rows 0-7), (columns 8-15, rows 0-7), (columns 0-7, rows 8-15), (columns 8-15, rows 8-15) of the block
+      // matrices: (columns 0-7, rows 0-7), (columns 8-15, rows 0-7), (columns 0-7, rows 8-15), (columns 8-15, rows
+      // 8-15) of the block
       const int matrix = lane >> 3;
       const T* target = out + (i * 16 + (matrix >> 1) * 8 + (lane & 7)) * kPitch + warp * 16 + (matrix & 1) * 8;
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(shared_address(target)),
