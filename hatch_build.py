@@ -1,0 +1,39 @@
+"""Build hook: a wheel holds what `make kernels` built, and says which machines it is for."""
+
+import json
+import os
+from pathlib import Path
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIB = Path("jaxqla", "lib")
+# The oldest glibc that the library's symbols need, and the only platform there are kernels for.
+TAG = "py3-none-manylinux_2_28_x86_64"
+# The FFI interface of the oldest jaxlib supported: a handler built against a newer one is refused by older ones.
+FFI_API = [0, 3]
+
+
+class CustomBuildHook(BuildHookInterface):
+    """Adds the built files to wheels; editable installs and source distributions need none."""
+
+    def initialize(self, version: str, build_data: dict) -> None:
+        """Adds files and tag, or raises where the built files are missing or not fit for a wheel."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        root = Path(self.root)
+        manifest_path = root / LIB / "manifest.json"
+        if not manifest_path.exists():
+            if os.environ.get("JAXQLA_WHEEL_WITHOUT_KERNELS") == "1":
+                return
+            raise RuntimeError(
+                f"wheel: {LIB / 'manifest.json'} must exist; run make kernels first, or set JAXQLA_WHEEL_WITHOUT_KERNELS=1"
+                " for a wheel of the plain JAX path alone"
+            )
+        manifest = json.loads(manifest_path.read_text())
+        if manifest["ffi"]["api"] != FFI_API:
+            raise RuntimeError(f"wheel: the library must be built for FFI API {FFI_API}, got {manifest['ffi']['api']}")
+        names = [manifest["ffi"]["library"], "launch_table.txt", "manifest.json"]
+        names += [kernel["cubin"] for kernel in manifest["kernels"].values()]
+        build_data["pure_python"] = False
+        build_data["tag"] = TAG
+        build_data["force_include"].update({str(root / LIB / name): str(LIB / name) for name in sorted(names)})
