@@ -144,7 +144,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
     def compute_scores(item, tiles, barriers, scale):
         """P = scale lower(Q K^T) o D, D_ij = exp2(g_i - g_j)."""
         P = T.alloc_fragment((C, C), f32)
-        T.set_max_nreg(HOPPER.helper_registers[num_halves], 0 if num_halves == 2 else 1)
+        T.set_max_nreg(HOPPER.helper_registers[num_halves], 0)
         for i in T.serial(item.num_chunks):
             st = i % num_stages
             phase = (i // num_stages) % 2
