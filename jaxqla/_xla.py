@@ -1,0 +1,413 @@
+"""The chunked path in plain JAX: exact, for any device, any widths and any of the input dtypes.
+
+Tokens are taken `C` at a time (64, fewer where there are fewer). With `G_ij` the sum of the log gates of a chunk after
+token `j` up to token `i`, `D_ij = exp(G_ij)` for `i >= j` and 0 elsewhere, `b_i` and `a_j` the decays from the start of
+the chunk to token `i` and from token `j` to its end, and `S` the state that enters the chunk:
+
+    A   = strictLower(K K^T) o D
+    e   = (I + A diag(beta))^-1 (V - diag(b) K S)           errors, what the delta rule corrects
+    u   = diag(beta) e
+    O   = scale (diag(b) Q S + (lower(Q K^T) o D) u)
+    S'  = b_C S + K^T diag(a) u
+
+A scan over the chunks finds the states and errors; all that comes before and after is computed for all chunks at once.
+A chunk belongs to one row or, with `cu_seqlens`, to one sequence; a reset of the state inside a chunk is a gate whose
+exponential is 0. Arrays of a head are grouped by key head, `H R` with `R = HV // H`, so that q and k are never
+repeated.
+
+The backward finds the states and errors again, walks back for the cotangents of the states, and computes the rest for
+all chunks at once. It keeps two states a chunk, in the dtype of operands.
+
+Numerics: the state, the gates and every sum are float32. Operands of products are bfloat16 for bfloat16 inputs, else
+float32, multiplied in the precision of `jax.default_matmul_precision`: the state of float16 inputs may be out of the
+range of float16. Every `G_ij` is a sum of its own, never a difference of cumulative sums, so a strong gate does not
+blur its neighbours; for the same reason the gradient of a gate is summed from the entries of `D` that it is part of.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxqla import _math
+
+CHUNK = 64
+# Blocks of the triangular inverse that are solved by substitution; larger ones are merged from them.
+BLOCK = 16
+# exp(-111) is 0 in float32, denormal numbers included. A gate below it does what it does, and sums of gates stay
+# finite whatever the gates are.
+MIN_LOG_GATE = -111.0
+
+
+def forward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    initial_state: Float[Array, "N HV K V"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    cu_seqlens: Int[Array, " N+1"] | None,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"]]:
+    """Computes outputs, in the dtype of `v`, and final states, float32.
+
+    The arguments are those of `jaxqla.gated_delta`, after its checks; `g` and `beta` are float32.
+    """
+    layout = _Layout.of(v.shape[1], segment_ids, cu_seqlens)
+    states = _initial_states(q, v, initial_state, cu_seqlens)
+    if 0 in (layout.num_chunks, states.size):
+        return jnp.zeros(v.shape, v.dtype), _ungroup_states(states)
+    x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
+    c = _Chunks.of(x)
+    states, S, e = _walk(states, x, c, layout.sequence)
+    p = c.qk[:, :, :, None] * c.decay
+    o = c.decay_in * x.dot("nbhck,nbhkrv->nbhcrv", x.q, S) + x.dot("nbhrcd,nbhdrv->nbhcrv", p, c.beta * e)
+    return layout.join(_ungroup(scale * o)).astype(v.dtype), _ungroup_states(states)
+
+
+def backward(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T H K"],
+    v: Float[Array, "B T HV V"],
+    g: Float[Array, "B T HV"],
+    beta: Float[Array, "B T HV"],
+    initial_state: Float[Array, "N HV K V"] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    cu_seqlens: Int[Array, " N+1"] | None,
+    do: Float[Array, "B T HV V"],
+    dfinal_state: Float[Array, "N HV K V"] | None,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> tuple[
+    Float[Array, "B T H K"],
+    Float[Array, "B T H K"],
+    Float[Array, "B T HV V"],
+    Float[Array, "B T HV"],
+    Float[Array, "B T HV"],
+    Float[Array, "N HV K V"] | None,
+]:
+    """Computes the gradients of q, k, v, g, beta and initial_state from the cotangents of what `forward` returns.
+
+    Each has the dtype of its argument and is exactly 0 at padding. Without an initial state its gradient is None.
+    """
+    layout = _Layout.of(v.shape[1], segment_ids, cu_seqlens)
+    states = _initial_states(q, v, initial_state, cu_seqlens)
+    dstates = _initial_states(q, v, dfinal_state, cu_seqlens)
+    if 0 in (layout.num_chunks, states.size):
+        zeros = (jnp.zeros(x.shape, x.dtype) for x in (q, k, v, g, beta))
+        return *zeros, None if initial_state is None else _ungroup_states(dstates)
+    x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
+    c = _Chunks.of(x)
+    _, S, e = _walk(states, x, c, layout.sequence)
+    u = c.beta * e
+    do = _group(layout.split(do), x.q.shape[2])
+    dread = scale * c.decay_in * do  # of Q S
+    du = scale * x.dot("nbhrcd,nbhcrv->nbhdrv", c.qk[:, :, :, None] * c.decay, do)  # what this chunk reads of it
+    dstates, dS, dwrite, de = _walk_back(dstates, x, c, layout.sequence, dread, du)
+    du += dwrite
+
+    # u = diag(beta) e and e = W - A u.
+    dbeta = jnp.sum((du - x.dot("nbhrcd,nbhcrv->nbhdrv", _strictly_lower(c.kk[:, :, :, None] * c.decay), de)) * e, -1)
+    da = -_strictly_lower(x.dot("nbhcrv,nbhdrv->nbhrcd", de, u))
+    dp = jnp.tril(scale * x.dot("nbhcrv,nbhdrv->nbhrcd", do, u))
+    dkk, dqk = (jnp.sum(y * c.decay, axis=3) for y in (da, dp))
+    derase = -c.decay_in * de  # of K S
+    dq = x.dot("nbhcrv,nbhkrv->nbhck", dread, S) + x.dot("nbhcd,nbhdk->nbhck", dqk, x.k)
+    dk = (
+        x.dot("nbhcrv,nbhkrv->nbhck", derase, S)
+        + x.dot("nbhcrv,nbhkrv->nbhck", c.decay_out * u, dS)
+        + x.dot("nbhcd,nbhck->nbhdk", dqk, x.q)
+        + x.dot("nbhcd,nbhdk->nbhck", dkk + dkk.mT, x.k)
+    )
+
+    # Gates, by the exponents that they are part of: those of D, of b, of a and of b_C.
+    dexponent = _strictly_lower((da * c.kk[:, :, :, None] + dp * c.qk[:, :, :, None]) * c.decay)
+    read = x.dot("nbhck,nbhkrv->nbhcrv", x.q, S) * dread + x.dot("nbhck,nbhkrv->nbhcrv", x.k, S) * derase
+    dg = _sum_of_exponents(
+        dexponent,
+        jnp.sum(read, -1).mT,
+        jnp.sum(u * dwrite, -1).mT,
+        jnp.sum(c.decay_all * S * dS, (-3, -1)),
+    )
+
+    if qk_l2norm:
+        dq, dk = x.through_l2norm(layout, q, dq), x.through_l2norm(layout, k, dk)
+    dq, dk = (layout.join(y.swapaxes(2, 3)) for y in (dq, dk))
+    dv = layout.join(_ungroup(de))
+    dg, dbeta = (layout.join(_ungroup(y)) for y in (dg.mT, dbeta))
+    gradients = (y.astype(x.dtype) for y, x in zip((dq, dk, dv, dg, dbeta), (q, k, v, g, beta), strict=True))
+    return *gradients, None if initial_state is None else _ungroup_states(dstates)
+
+
+def _walk(states, x, c, sequence):
+    """Passes the states through the chunks: final states; the state that enters each chunk, and its errors."""
+
+    def step(states, chunk):
+        k, v, c, sequence = chunk
+        S = _read(states, sequence)
+        e = x.dot("bhrcd,bhdrv->bhcrv", c.inverse, v - c.decay_in * x.dot("bhck,bhkrv->bhcrv", k, S))
+        S_next = c.decay_all * S + x.dot("bhck,bhcrv->bhkrv", k, c.decay_out * c.beta * e)
+        return _write(states, sequence, S_next), (S.astype(x.operand), e)
+
+    states, (S, e) = lax.scan(step, states, (x.k, x.v, c.of_walk(), sequence))
+    return states, S, e
+
+
+def _walk_back(dstates, x, c, sequence, dread, du):
+    """Passes the cotangents of the states back: of the initial states; of the state that leaves each chunk, of the
+    updates through that state, and of the errors."""
+    qk = jnp.concatenate([x.q, x.k], axis=3)
+
+    def step(dstates, chunk):
+        qk, c, sequence, dread, du = chunk
+        k = qk[:, :, x.k.shape[3] :]
+        dS = _read(dstates, sequence)
+        dwrite = c.decay_out * x.dot("bhck,bhkrv->bhcrv", k, dS)
+        de = x.dot("bhrcd,bhcrv->bhdrv", c.inverse, c.beta * (du + dwrite))
+        dreads = jnp.concatenate([dread, -c.decay_in * de], axis=2)
+        dS_before = c.decay_all * dS + x.dot("bhck,bhcrv->bhkrv", qk, dreads)
+        return _write(dstates, sequence, dS_before), (dS.astype(x.operand), dwrite, de)
+
+    chunks = (qk, c.of_walk(), sequence, dread, du)
+    dstates, (dS, dwrite, de) = lax.scan(step, dstates, chunks, reverse=True)
+    return dstates, dS, dwrite, de
+
+
+# -- what needs no state -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs by chunks, masked; `operand` is the dtype of the operands of products."""
+
+    operand: DTypeLike
+    q: Float[Array, "NC B H C K"]
+    k: Float[Array, "NC B H C K"]
+    v: Float[Array, "NC B H C R V"]
+    g: Float[Array, "NC B H C R"]
+    beta: Float[Array, "NC B H C R"]
+
+    @staticmethod
+    def of(layout, q, k, v, g, beta, qk_l2norm) -> "_Inputs":
+        H = q.shape[2]
+        operand = jnp.bfloat16 if q.dtype == jnp.bfloat16 else jnp.float32
+        q, k, v, g, beta = (layout.split(x) for x in (q, k, v, g, beta))
+        if qk_l2norm:
+            q, k = _math.l2norm(q), _math.l2norm(k)
+        g = jnp.maximum(g, MIN_LOG_GATE)
+        if layout.resets is not None:
+            g = jnp.where(layout.split(layout.resets)[..., None], MIN_LOG_GATE, g)
+        q, k = (x.swapaxes(2, 3) for x in (q, k))
+        return _Inputs(operand, q, k, *(_group(x, H) for x in (v, g, beta)))
+
+    def dot(self, axes: str, a: Array, b: Array) -> Array:
+        """A product, or many, of operands of the dtype, summed in float32."""
+        return jnp.einsum(axes, a.astype(self.operand), b.astype(self.operand), preferred_element_type=jnp.float32)
+
+    def through_l2norm(self, layout, y: Array, dy: Array) -> Array:
+        """The gradient of `y` from that of its normalised form, `NC B H C K`."""
+        y = layout.split(y).swapaxes(2, 3).astype(jnp.float32)
+        return jax.vjp(_math.l2norm, y)[1](dy)[0]
+
+
+class _Chunks(NamedTuple):
+    """What the inputs say of each chunk, before its state is known. In the order of the module's equations."""
+
+    decay: Float[Array, "NC B H R C C"] | None  # D
+    kk: Float[Array, "NC B H C C"] | None
+    qk: Float[Array, "NC B H C C"] | None
+    inverse: Float[Array, "NC B H R C C"]  # (I + A diag(beta))^-1
+    beta: Float[Array, "NC B H C R 1"]
+    decay_in: Float[Array, "NC B H C R 1"]  # b
+    decay_out: Float[Array, "NC B H C R 1"]  # a
+    decay_all: Float[Array, "NC B H 1 R 1"]  # b_C
+
+    @staticmethod
+    def of(x: _Inputs) -> "_Chunks":
+        exponents = _exponents(x.g.mT)
+        decay = jnp.tril(jnp.exp(exponents))
+        decay_in = jnp.exp(jnp.cumsum(x.g, axis=-2))[..., None]
+        kk, qk = (x.dot("nbhck,nbhdk->nbhcd", y, x.k) for y in (x.k, x.q))
+        a = _strictly_lower(kk[:, :, :, None] * decay)
+        inverse = _inverse(a * x.beta.mT[..., None, :]).astype(x.operand)
+        decay_out = jnp.exp(exponents[..., -1, :]).mT[..., None]
+        return _Chunks(decay, kk, qk, inverse, x.beta[..., None], decay_in, decay_out, decay_in[..., -1:, :, :])
+
+    def of_walk(self) -> "_Chunks":
+        """Only what a walk over the chunks reads."""
+        return self._replace(decay=None, kk=None, qk=None)
+
+
+def _exponents(g: Float[Array, "*heads C"]) -> Float[Array, "*heads C C"]:
+    """Sums of the log gates after token `j` (last axis) up to token `i`; 0 for `i <= j`."""
+    after = _strictly_lower(jnp.broadcast_to(g[..., None], (*g.shape, g.shape[-1])))
+    return _full_precision("ij,...jk->...ik", _ones_below(g.shape[-1]), after)
+
+
+def _sum_of_exponents(dexponents, din, dout, dall):
+    """The gradient of each gate, from those of all exponents that it is in: of D, of b, of a and of b_C."""
+    # The exponents of `a` are those of the last token's row.
+    dexponents = dexponents.at[..., -1, :].add(dout)
+    below = _full_precision("ij,...ik->...jk", _ones_below(din.shape[-1]), dexponents)
+    return jnp.sum(_strictly_lower(below), -1) + lax.cumsum(din, axis=din.ndim - 1, reverse=True) + dall[..., None]
+
+
+def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
+    """`(I + lower)^-1` of strictly lower triangular matrices, by blocks."""
+    C = lower.shape[-1]
+    size = min(BLOCK, C)
+    blocks = jnp.stack([lower[..., i : i + size, i : i + size] for i in range(0, C, size)], axis=-3)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), blocks.shape)
+    for i in range(1, size):
+        row = jnp.sum(blocks[..., i, :i, None] * inverse[..., :i, :], axis=-2)
+        inverse = inverse.at[..., i, :].add(-row)
+    inverses = [inverse[..., i, :, :] for i in range(C // size)]
+    while size < C:
+        # [[X, 0], [L, Z]]^-1 = [[X^-1, 0], [-Z^-1 L X^-1, Z^-1]]
+        merged = []
+        for i, (first, second) in enumerate(zip(inverses[::2], inverses[1::2], strict=True)):
+            start, middle, end = (2 * i * size + j * size for j in range(3))
+            corner = _full_precision("...ij,...jk->...ik", second, lower[..., middle:end, start:middle])
+            corner = -_full_precision("...ij,...jk->...ik", corner, first)
+            top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+            merged.append(jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2))
+        inverses, size = merged, 2 * size
+    return inverses[0]
+
+
+_full_precision = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def _ones_below(size: int) -> np.ndarray:
+    return np.tril(np.ones((size, size), np.float32))
+
+
+def _strictly_lower(x: Array) -> Array:
+    return jnp.tril(x, -1)
+
+
+# -- heads and states --------------------------------------------------------------------------------------------------
+
+
+def _group(x: Float[Array, "NC B C HV *W"], H: int) -> Float[Array, "NC B H C R *W"]:
+    return jnp.moveaxis(x.reshape(*x.shape[:3], H, x.shape[3] // H, *x.shape[4:]), 3, 2)
+
+
+def _ungroup(x: Float[Array, "NC B H C R *W"]) -> Float[Array, "NC B C HV *W"]:
+    return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], x.shape[2] * x.shape[4], *x.shape[5:])
+
+
+def _initial_states(q, v, states: Float[Array, "N HV K V"] | None, cu_seqlens) -> Float[Array, "N H K R V"]:
+    """States by key head, zero where there are none."""
+    B, _, H, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if states is None:
+        return jnp.zeros((N, H, K, HV // H, V), jnp.float32)
+    return states.astype(jnp.float32).reshape(N, H, HV // H, K, V).swapaxes(2, 3)
+
+
+def _ungroup_states(states: Float[Array, "N H K R V"]) -> Float[Array, "N HV K V"]:
+    N, H, K, R, V = states.shape
+    return states.swapaxes(2, 3).reshape(N, H * R, K, V)
+
+
+def _read(states: Float[Array, "N H K R V"], sequence: Int[Array, ""] | None) -> Float[Array, "B H K R V"]:
+    """The states that a chunk works on: of all rows, or of its sequence."""
+    return states if sequence is None else lax.dynamic_index_in_dim(states, sequence, keepdims=True)
+
+
+def _write(states, sequence, S):
+    return S if sequence is None else lax.dynamic_update_index_in_dim(states, S, sequence, 0)
+
+
+# -- from tokens to chunks and back ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of a call are in its chunks, `NC B C`; with `cu_seqlens`, `B` is 1."""
+
+    num_tokens: int
+    size: int
+    num_chunks: int
+    # Of the tokens: which are none of padding, and which of them start from a state of zero.
+    valid: Bool[Array, "B T"] | None = None
+    resets: Bool[Array, "B T"] | None = None
+    # With cu_seqlens, of each chunk: its sequence, its tokens, which of those are its own; of each token: its place.
+    sequence: Int[Array, " NC"] | None = None
+    tokens: Int[Array, "NC C"] | None = None
+    own: Bool[Array, "NC C"] | None = None
+    places: Int[Array, " T"] | None = None
+
+    @staticmethod
+    def of(T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> "_Layout":
+        size = CHUNK
+        if T <= 2 * BLOCK:
+            size = 2 * BLOCK if T > BLOCK else max(T, 1)
+        if cu_seqlens is not None:
+            return _Layout._of_sequences(T, size, cu_seqlens)
+        num_chunks = -(-T // size)
+        if segment_ids is None:
+            return _Layout(T, size, num_chunks)
+        valid = segment_ids != 0
+        # The last token before each that is not padding, or -1.
+        last = lax.cummax(jnp.where(valid, lax.broadcasted_iota(jnp.int32, valid.shape, 1), -1), axis=1)
+        last = jnp.pad(last, ((0, 0), (1, 0)), constant_values=-1)[:, :T]
+        last_id = jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1)
+        return _Layout(T, size, num_chunks, valid, valid & (last >= 0) & (segment_ids != last_id))
+
+    @staticmethod
+    def _of_sequences(T: int, size: int, cu_seqlens: Int[Array, " N+1"]) -> "_Layout":
+        N = len(cu_seqlens) - 1
+        if 0 in (T, N):
+            return _Layout(T, size, 0)
+        # Slots of the chunks of sequence n start at first[n]: T // size + N are enough, whatever the boundaries.
+        first = cu_seqlens[:-1] // size + np.arange(N, dtype=np.int32)
+        num_chunks = T // size + N
+        slots = np.arange(num_chunks, dtype=np.int32)
+        sequence = _last_at_or_before(first, slots)
+        tokens = (cu_seqlens[sequence] + (slots - first[sequence]) * size)[:, None] + np.arange(size, dtype=np.int32)
+        own = tokens < cu_seqlens[sequence + 1][:, None]
+        positions = np.arange(T, dtype=np.int32)
+        of_token = _last_at_or_before(cu_seqlens[:-1], positions)
+        places = first[of_token] * size + positions - cu_seqlens[of_token]
+        valid = (positions < cu_seqlens[-1])[None]
+        return _Layout(T, size, num_chunks, valid, None, sequence, tokens, own, places)
+
+    def split(self, x: Shaped[Array, "B T *W"]) -> Shaped[Array, "NC B C *W"]:
+        """Tokens to chunks, with zeros where there is no token and at padding, whatever that holds."""
+        if self.tokens is not None:
+            x = jnp.take(x[0], self.tokens, axis=0, mode="clip")
+            return _keep(self.own, x)[:, None]
+        if self.valid is not None:
+            x = _keep(self.valid, x)
+        B, T = x.shape[:2]
+        x = jnp.pad(x, ((0, 0), (0, self.num_chunks * self.size - T), *[(0, 0)] * (x.ndim - 2)))
+        return x.reshape(B, self.num_chunks, self.size, *x.shape[2:]).swapaxes(0, 1)
+
+    def join(self, x: Shaped[Array, "NC B C *W"]) -> Shaped[Array, "B T *W"]:
+        """Chunks to tokens, with zeros at padding."""
+        x = x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+        x = x[:, : self.num_tokens] if self.places is None else jnp.take(x, self.places, axis=1, mode="clip")
+        return x if self.valid is None else _keep(self.valid, x)
+
+
+def _last_at_or_before(starts: Int[Array, " N"], positions: Int[np.ndarray, " M"]) -> Int[Array, " M"]:
+    """For each position the last of the ascending starts that is not after it."""
+    return jnp.searchsorted(starts, positions, side="right", method="scan_unrolled") - 1
+
+
+def _keep(mask: Array, x: Array) -> Array:
+    """`x` where the mask of its leading axes is true, else 0."""
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, 0)
