@@ -18,10 +18,11 @@ repeated.
 The backward finds the states and errors again, walks back for the cotangents of the states, and computes the rest for
 all chunks at once. It keeps two states a chunk, in the dtype of operands.
 
-Numerics: the state, the gates and every sum are float32. Operands of products are bfloat16 for bfloat16 inputs, else
-float32, multiplied in the precision of `jax.default_matmul_precision`: the state of float16 inputs may be out of the
-range of float16. Every `G_ij` is a sum of its own, never a difference of cumulative sums, so a strong gate does not
-blur its neighbours; for the same reason the gradient of a gate is summed from the entries of `D` that it is part of.
+Numerics: the state, the gates and every sum are float32. Operands of products are rounded to bfloat16 for bfloat16
+inputs, except on CPUs, where that gains nothing. Otherwise they are float32, multiplied in the precision of
+`jax.default_matmul_precision`: the state of float16 inputs may be out of the range of float16. Every `G_ij` is a sum of
+its own, never a difference of cumulative sums, so a strong gate does not blur its neighbours; for the same reason the
+gradient of a gate is summed from the entries of `D` that it is part of.
 """
 
 import functools
@@ -188,7 +189,7 @@ def _walk_back(dstates, x, c, sequence, dread, du):
 
 @dataclass(frozen=True)
 class _Inputs:
-    """The inputs by chunks, masked; `operand` is the dtype of the operands of products."""
+    """The inputs by chunks, masked; `operand` is the dtype that operands of products need, and are kept in."""
 
     operand: DTypeLike
     q: Float[Array, "NC B H C K"]
@@ -211,8 +212,14 @@ class _Inputs:
         return _Inputs(operand, q, k, *(_group(x, H) for x in (v, g, beta)))
 
     def dot(self, axes: str, a: Array, b: Array) -> Array:
-        """A product, or many, of operands of the dtype, summed in float32."""
-        return jnp.einsum(axes, a.astype(self.operand), b.astype(self.operand), preferred_element_type=jnp.float32)
+        """Products of matrices, summed in float32."""
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        product = functools.partial(jnp.einsum, axes)
+        if self.operand != jnp.bfloat16:
+            return product(a, b)
+        # Asked for in this way the operands stay float32 where it is differentiated.
+        rounded = functools.partial(product, precision=lax.DotAlgorithmPreset.BF16_BF16_F32)
+        return lax.platform_dependent(a, b, cpu=product, default=rounded)
 
     def through_l2norm(self, layout, y: Array, dy: Array) -> Array:
         """The gradient of `y` from that of its normalised form, `NC B H C K`."""

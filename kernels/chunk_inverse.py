@@ -10,15 +10,15 @@ that no chunk has are left unwritten. Rows of `o` past the last sequence are zer
 others.
 """
 
+import tilelang
 import tilelang.language as T
 
 from kernels.tiles import CHUNK as C
-from kernels.tiles import CUDA_SOURCE, LOG2_E, MIN_LOG2_GATE, PAD, RESET, dims
+from kernels.tiles import CUDA_SOURCE, LOG2_E, MIN_LOG2_GATE, PAD, RESET, TOKEN, dims
 
-PITCH = 72  # kPitch of tiles.cuh
-DIAGONAL_PITCH = 24  # kDiagPitch of tiles.cuh
 THREADS = 128
-BLOCKS_PER_SM = 5  # what shared memory allows
+NUM_WARPS = THREADS // 32
+BLOCKS_PER_SM = 5
 
 
 def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
@@ -27,22 +27,32 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
     f32, i32 = "float32", "int32"
 
     @T.macro
-    def prepare_gates(g, beta, flags_s, g_s, beta_s, g_cum, slot, first, num_rows, head, tx):
-        """One warp: G and beta of the chunk's tokens; padding neither decays nor writes."""
+    def load_gates(g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, first_head, num_heads, tx):
+        """G and beta of the chunk's tokens, a head a warp, for four heads; padding neither decays nor writes."""
+        flag = T.alloc_local((2,), i32)
         sums = T.alloc_local((2,), f32)
-        for part in T.unroll(2):
-            row = part * 32 + tx
-            sums[part] = 0.0
-            beta_s[row] = 0.0
-            if row < num_rows and flags_s[row] != PAD:
-                beta_s[row] = beta[first + row, head]
-                sums[part] = T.if_then_else(
-                    flags_s[row] == RESET, MIN_LOG2_GATE, T.max(g[first + row, head] * LOG2_E, MIN_LOG2_GATE)
-                )
-        T.call_extern("handle", "jaxqla::chunk_cumsum", T.address_of(sums[0]), T.address_of(sums[1]))
-        for part in T.unroll(2):
-            g_s[part * 32 + tx] = sums[part]
-            g_cum[slot, head, part * 32 + tx] = sums[part]
+        betas = T.alloc_local((2,), f32)
+        warp = tx // 32
+        lane = tx % 32
+        if warp < num_heads:
+            for part in T.unroll(2):
+                flag[part] = PAD
+                sums[part] = 0.0
+                betas[part] = 0.0
+                if part * 32 + lane < num_rows:
+                    flag[part] = TOKEN
+                    if NF > 0:
+                        flag[part] = row_flags[first + part * 32 + lane]
+                if flag[part] != PAD:
+                    betas[part] = beta[first + part * 32 + lane, first_head + warp]
+                    sums[part] = T.max(g[first + part * 32 + lane, first_head + warp] * LOG2_E, MIN_LOG2_GATE)
+                if flag[part] == RESET:
+                    sums[part] = MIN_LOG2_GATE
+            T.call_extern("handle", "jaxqla::chunk_cumsum", T.address_of(sums[0]), T.address_of(sums[1]))
+            for part in T.unroll(2):
+                beta_s[warp, part * 32 + lane] = betas[part]
+                g_s[warp, part * 32 + lane] = sums[part]
+                g_cum[slot, first_head + warp, part * 32 + lane] = sums[part]
 
     @T.prim_func
     def gdn_chunk_inverse(
@@ -73,14 +83,12 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
             group = HV // H
 
             k_s = T.alloc_shared((C, K), dtype)
-            lower_s = T.alloc_shared((C, PITCH), "float16")
-            columns_s = T.alloc_shared((4, 16, 16), f32)
-            diagonal_s = T.alloc_shared((4, 16, DIAGONAL_PITCH), "float16")
-            a_s = T.alloc_shared((C, PITCH), dtype)
-            g_s = T.alloc_shared((C,), f32, scope="shared")
-            beta_s = T.alloc_shared((C,), f32, scope="shared")
-            flags_s = T.alloc_shared((C,), i32, scope="shared")
+            a_s = T.alloc_shared((C, C), dtype)
+            g_s = T.alloc_shared((NUM_WARPS, C), f32, scope="shared")
+            beta_s = T.alloc_shared((NUM_WARPS, C), f32, scope="shared")
             KK = T.alloc_fragment((C, C), f32)
+            landed = T.alloc_barrier(arrive_count=[32])
+            T.annotate_layout({a_s: tilelang.layout.make_swizzled_layout(a_s)})
 
             if sequence == N - 1:
                 for r in T.serial(T.max(first, end), T.min(first + C, NT)):
@@ -88,53 +96,41 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                         o[r, key_head * group + h, tx] = 0.0
 
             if num_rows > 0:
-                if tx < C:
-                    flags_s[tx] = 1
-                    if NF > 0 and tx < num_rows:
-                        flags_s[tx] = row_flags[first + tx]
-                for r, c in T.Parallel(C, PITCH):
+                if tx < 32:
+                    T.tma_copy(k[first : first + C, key_head, 0:K], k_s, barrier=landed[0])
+                    T.barrier_arrive(landed[0])
+                for r, c in T.Parallel(C, C):
                     a_s[r, c] = 0.0
-                T.sync_threads()
-                for r, c in T.Parallel(C, K):
-                    k_s[r, c] = T.if_then_else(
-                        r < num_rows and flags_s[r] != PAD, k[first + r, key_head, c], T.cast(0, dtype)
+                load_gates(g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, key_head * group, group, tx)
+                T.barrier_wait(landed[0], 0)
+                if tx < 32:
+                    # Rows of padding or of the next sequence may hold anything, NaN too.
+                    T.call_extern(
+                        "handle", "jaxqla::zero_invalid_rows", T.address_of(k_s[0, 0]), K // 64, row_flags.data, NF, first, end
                     )
-                T.fence_proxy_async()
+                    T.call_extern("handle", "jaxqla::fence_async_proxy")
                 T.sync_threads()
                 T.gemm(k_s, k_s, KK, transpose_B=True, clear_accum=True)
-
                 for h in T.serial(group):
-                    head = key_head * group + h
-                    if tx < 32:
-                        prepare_gates(g, beta, flags_s, g_s, beta_s, g_cum, slot, first, num_rows, head, tx)
-                    T.sync_threads()
+                    if h % NUM_WARPS == 0:
+                        if h > 0:
+                            load_gates(
+                                g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, key_head * group + h, group - h, tx
+                            )
+                        T.sync_threads()
                     T.call_extern(
                         "handle",
-                        "jaxqla::gate_lower",
+                        "jaxqla::gated_inverse",
                         KK.data,
-                        T.address_of(g_s[0]),
-                        T.address_of(beta_s[0]),
-                        T.address_of(lower_s[0, 0]),
-                        T.address_of(columns_s[0, 0, 0]),
-                    )
-                    T.sync_threads()
-                    T.call_extern(
-                        "handle",
-                        "jaxqla::invert_diagonal_blocks",
-                        T.address_of(columns_s[0, 0, 0]),
-                        T.address_of(diagonal_s[0, 0, 0]),
-                    )
-                    T.sync_threads()
-                    T.call_extern(
-                        "handle",
-                        "jaxqla::merge_inverse",
-                        T.address_of(lower_s[0, 0]),
-                        T.address_of(diagonal_s[0, 0, 0]),
-                        T.address_of(beta_s[0]),
+                        T.address_of(g_s[h % NUM_WARPS, 0]),
+                        T.address_of(beta_s[h % NUM_WARPS, 0]),
+                        T.address_of(k_s[0, 0]),
                         T.address_of(a_s[0, 0]),
                     )
+                    T.call_extern("handle", "jaxqla::fence_async_proxy")
                     T.sync_threads()
-                    for r, c in T.Parallel(C, C):
-                        a[slot, head, r, c] = a_s[r, c]
+                    if tx < 32:
+                        T.tma_copy(a_s, a[slot, key_head * group + h, 0:C, 0:C])
+                        T.tma_store_wait(0)
 
     return gdn_chunk_inverse

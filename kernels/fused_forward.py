@@ -98,7 +98,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.wgmma_gemm(S_operand, tiles.k[st, :, :], U, transpose_B=True, clear_accum=True)
             T.barrier_wait(barriers.o_stored, (i + 1) % 2)
             T.call_extern("handle", "jaxqla::store_transposed", W.data, T.address_of(tiles.o[0, half * 64]), O.data)
-            T.fence_proxy_async()
+            T.call_extern("handle", "jaxqla::fence_async_proxy")
             T.barrier_arrive(barriers.o_written)
             # O^T = S^T Q^T
             T.wgmma_gemm(S_operand, tiles.q[st, :, :], O, transpose_B=True, clear_accum=True)
@@ -134,7 +134,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.barrier_arrive(barriers.scores_released[st])
         T.barrier_wait(barriers.o_stored, (item.num_chunks + 1) % 2)
         T.call_extern("handle", "jaxqla::store_transposed", W.data, T.address_of(tiles.o[0, half * 64]), O.data)
-        T.fence_proxy_async()
+        T.call_extern("handle", "jaxqla::fence_async_proxy")
         T.barrier_arrive(barriers.o_written)
         if N1 > 0:
             for r, c in T.Parallel(64, K):
@@ -156,7 +156,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                     r >= c, P[r, c] * (T.exp2(tiles.gates[st, G, r] - tiles.gates[st, G, c]) * scale), 0.0
                 )
             T.copy(P, tiles.p[st, :, :])
-            T.fence_proxy_async()
+            T.call_extern("handle", "jaxqla::fence_async_proxy")
             T.barrier_arrive(barriers.scored[st])
             T.barrier_arrive(barriers.released[st])
 
@@ -198,7 +198,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                 T.call_extern(
                     "handle", zero, T.address_of(tiles.v[st, 0, 0]), num_halves, row_flags.data, NF, left, item.end
                 )
-                T.fence_proxy_async()
+                T.call_extern("handle", "jaxqla::fence_async_proxy")
             T.barrier_arrive(barriers.loaded[st])
 
     @T.macro

@@ -14,6 +14,9 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// Makes this thread's writes to shared memory visible to TMA and WGMMA.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 template <typename T>
 struct Pair;
 template <>
@@ -101,6 +104,7 @@ __device__ __forceinline__ bool all_rows_valid(const int* row_flags, int num_fla
 // Zeroes the invalid rows in each of the [64][64] 16-bit tiles that lie one behind another, by one warp.
 __device__ __forceinline__ void zero_invalid_rows(void* tiles, int num_tiles, const int* row_flags, int num_flags,
                                                   int first, int end) {
+  if (all_rows_valid(row_flags, num_flags, first, end)) return;
   uint32_t* words = reinterpret_cast<uint32_t*>(tiles) + (threadIdx.x & 31);
 #pragma unroll 1
   for (int row = 0; row < 64; ++row) {
@@ -166,28 +170,35 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* poin
 constexpr int kPitch = 72;      // halves a row of a padded 64x64 tile: ldmatrix rows fall in distinct banks
 constexpr int kDiagPitch = 24;  // the same for a 16x16 tile
 
-// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K
-// K^T, by one warpgroup. Blocks of 16 below the diagonal go to `lower` (half precision, kPitch), those on it to
-// `columns` as invert_diagonal_blocks reads them.
-__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, cutlass::half_t* lower,
-                                           float* columns) {
+// Working memory of gated_inverse: as large as a [64][128] 16-bit tile, so that it can take the place of one.
+struct InverseScratch {
+  cutlass::half_t lower[64 * kPitch];          // blocks of I + L below the diagonal
+  float columns[4][16 * 16];                   // strictly lower part of the diagonal blocks, column-contiguous
+  cutlass::half_t diagonal[4][16 * kDiagPitch];  // their inverses, row-major
+};
+static_assert(sizeof(InverseScratch) == 64 * 128 * 2);
+
+// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K K^T:
+// warp w writes its 16 rows.
+__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, InverseScratch& scratch) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   const float beta_low = beta[warp * 16 + row], beta_high = beta[warp * 16 + 8 + row];
-  uint32_t* out = reinterpret_cast<uint32_t*>(lower + (warp * 16 + row) * kPitch + column);
+  uint32_t* out = reinterpret_cast<uint32_t*>(scratch.lower + (warp * 16 + row) * kPitch + column);
 #pragma unroll
   for (int block = 0; block < 8; ++block) {
     if (block <= 2 * warp + 1) {
       const float2 g_column = *reinterpret_cast<const float2*>(g + block * 8 + column);
       const float* x = kk + block * 4;
-      float y[4] = {x[0] * (beta_low * exp2f(g_low - g_column.x)), x[1] * (beta_low * exp2f(g_low - g_column.y)),
-                    x[2] * (beta_high * exp2f(g_high - g_column.x)), x[3] * (beta_high * exp2f(g_high - g_column.y))};
+      const float y[4] = {
+          x[0] * (beta_low * exp2f(g_low - g_column.x)), x[1] * (beta_low * exp2f(g_low - g_column.y)),
+          x[2] * (beta_high * exp2f(g_high - g_column.x)), x[3] * (beta_high * exp2f(g_high - g_column.y))};
       if (block < 2 * warp) {
         out[block * 4] = Pair<cutlass::half_t>::pack(y[0], y[1]);
         out[block * 4 + 4 * kPitch] = Pair<cutlass::half_t>::pack(y[2], y[3]);
       } else {
         const int c = (block & 1) * 8 + column;
-        float* target = columns + warp * 256 + c * 16 + row;
+        float* target = scratch.columns[warp] + c * 16 + row;
         target[0] = row > c ? y[0] : 0.f;
         target[16] = row > c + 1 ? y[1] : 0.f;
         target[8] = row + 8 > c ? y[2] : 0.f;
@@ -197,11 +208,10 @@ __device__ __forceinline__ void gate_lower(const float* kk, const float* g, cons
   }
 }
 
-// Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane. columns:
-// [4][16][16] float32, the strictly lower part of each block, column-contiguous. Result in half precision, row-major.
-__device__ __forceinline__ void invert_diagonal_blocks(const float* columns, cutlass::half_t* diagonal) {
+// Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane.
+__device__ __forceinline__ void invert_diagonal_block(InverseScratch& scratch) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 15;
-  const float4* block = reinterpret_cast<const float4*>(columns + warp * 256);
+  const float4* block = reinterpret_cast<const float4*>(scratch.columns[warp]);
   float x[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
@@ -218,23 +228,23 @@ __device__ __forceinline__ void invert_diagonal_blocks(const float* columns, cut
   }
   if (lane < 16) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) diagonal[warp * 16 * kDiagPitch + i * kDiagPitch + column] = cutlass::half_t(x[i]);
+    for (int i = 0; i < 16; ++i) scratch.diagonal[warp][i * kDiagPitch + column] = cutlass::half_t(x[i]);
   }
 }
 
 // Block column w of the inverse X = (I + L)^-1 by warp w, with no barrier: X_iw = -D_i sum_{w<=k<i} L_ik X_kw, D_i the
-// inverted diagonal blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes X
-// diag(beta), row-major with kPitch.
+// inverted diagonal blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes the blocks of
+// X diag(beta) on and below the diagonal of a tile with 128-byte rows swizzled in 16-byte units.
 template <typename T>
-__device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, const cutlass::half_t* diagonal,
-                                              const float* beta, T* out) {
+__device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, const float* beta, T* out) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = (lane & 7) + ((lane >> 4) << 3), column = ((lane >> 3) & 1) * 8;
   const float beta_low = beta[warp * 16 + (lane >> 2)], beta_high = beta[warp * 16 + 8 + (lane >> 2)];
+  const uint32_t target = transposed_block(out, warp);
   uint32_t x[4][4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(x[0][0]), "=r"(x[0][2]), "=r"(x[0][1]), "=r"(x[0][3])
-               : "r"(shared_address(diagonal + warp * 16 * kDiagPitch + (lane & 15) * kDiagPitch + (lane >> 4) * 8)));
+               : "r"(shared_address(scratch.diagonal[warp] + (lane & 15) * kDiagPitch + (lane >> 4) * 8)));
 #pragma unroll
   for (int step = 0; step < 4; ++step) {
     const int i = warp + step;
@@ -244,14 +254,14 @@ __device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, cons
         uint32_t b[4];
 #pragma unroll
         for (int k = 0; k < step; ++k) {
-          load_matrices(b, lower + (i * 16 + row) * kPitch + (warp + k) * 16 + column);
+          load_matrices(b, scratch.lower + (i * 16 + row) * kPitch + (warp + k) * 16 + column);
           mma_half(low, x[k], b[0], b[1]);
           mma_half(high, x[k], b[2], b[3]);
         }
         const uint32_t a[4] = {
             Pair<cutlass::half_t>::pack(-low[0], -low[1]), Pair<cutlass::half_t>::pack(-low[2], -low[3]),
             Pair<cutlass::half_t>::pack(-high[0], -high[1]), Pair<cutlass::half_t>::pack(-high[2], -high[3])};
-        load_matrices(b, diagonal + i * 16 * kDiagPitch + row * kDiagPitch + column);
+        load_matrices(b, scratch.diagonal[i] + row * kDiagPitch + column);
         float r_low[4] = {0, 0, 0, 0}, r_high[4] = {0, 0, 0, 0};
         mma_half(r_low, a, b[0], b[1]);
         mma_half(r_high, a, b[2], b[3]);
@@ -267,15 +277,23 @@ __device__ __forceinline__ void merge_inverse(const cutlass::half_t* lower, cons
         const float factor = (part & 1) ? beta_high : beta_low;
         packed[part] = Pair<T>::pack(value.x * factor, value.y * factor);
       }
-      // matrices: (columns 0-7, rows 0-7), (columns 8-15, rows 0-7), (columns 0-7, rows 8-15), (columns 8-15, rows
-      // 8-15) of the block
-      const int matrix = lane >> 3;
-      const T* target = out + (i * 16 + (matrix >> 1) * 8 + (lane & 7)) * kPitch + warp * 16 + (matrix & 1) * 8;
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(shared_address(target)),
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(target + i * 2048),
                    "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
                    : "memory");
     }
   }
+}
+
+// a = (I + L)^-1 diag(beta) of a chunk, L gated, from the accumulator fragment of K K^T, by a block of 128 threads. `a` is
+// a swizzled tile whose blocks above the diagonal stay as they are. A caller must not need `a` or `scratch` any more.
+template <typename T>
+__device__ __forceinline__ void gated_inverse(const float* kk, const float* g, const float* beta, void* scratch, T* a) {
+  InverseScratch& s = *static_cast<InverseScratch*>(scratch);
+  gate_lower(kk, g, beta, s);
+  __syncwarp();
+  invert_diagonal_block(s);
+  __syncthreads();
+  merge_inverse(s, beta, a);
 }
 
 }  // namespace jaxqla
