@@ -40,7 +40,7 @@ from jaxqla import _math
 
 CHUNK = 64
 # Blocks of the triangular inverse that are solved by substitution; larger ones are merged from them.
-BLOCK = 16
+BLOCK = 8
 # exp(-111) is 0 in float32, denormal numbers included. A gate below it does what it does, and sums of gates stay
 # finite whatever the gates are.
 MIN_LOG_GATE = -111.0
@@ -273,23 +273,27 @@ def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
     """`(I + lower)^-1` of strictly lower triangular matrices, by blocks."""
     C = lower.shape[-1]
     size = min(BLOCK, C)
-    blocks = jnp.stack([lower[..., i : i + size, i : i + size] for i in range(0, C, size)], axis=-3)
-    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), blocks.shape)
-    for i in range(1, size):
-        row = jnp.sum(blocks[..., i, :i, None] * inverse[..., :i, :], axis=-2)
-        inverse = inverse.at[..., i, :].add(-row)
-    inverses = [inverse[..., i, :, :] for i in range(C // size)]
+
+    def blocks(first_row: int, step: int) -> Float[Array, "*heads _ size size"]:
+        starts = range(0, C, step)
+        return jnp.stack([lower[..., i + first_row : i + first_row + size, i : i + size] for i in starts], axis=-3)
+
+    diagonal = blocks(0, size)
+
+    def substitute(i, inverse):
+        row = lax.dynamic_index_in_dim(diagonal, i, axis=diagonal.ndim - 2, keepdims=False)
+        return inverse.at[..., i, :].add(-jnp.sum(row[..., None] * inverse, axis=-2))
+
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), diagonal.shape)
+    inverse = lax.fori_loop(1, size, substitute, inverse)
     while size < C:
         # [[X, 0], [L, Z]]^-1 = [[X^-1, 0], [-Z^-1 L X^-1, Z^-1]]
-        merged = []
-        for i, (first, second) in enumerate(zip(inverses[::2], inverses[1::2], strict=True)):
-            start, middle, end = (2 * i * size + j * size for j in range(3))
-            corner = _full_precision("...ij,...jk->...ik", second, lower[..., middle:end, start:middle])
-            corner = -_full_precision("...ij,...jk->...ik", corner, first)
-            top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-            merged.append(jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2))
-        inverses, size = merged, 2 * size
-    return inverses[0]
+        x, z = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        corner = _full_precision("...ij,...jk->...ik", z, blocks(size, 2 * size))
+        corner = -_full_precision("...ij,...jk->...ik", corner, x)
+        inverse = jnp.block([[x, jnp.zeros_like(x)], [corner, z]])
+        size *= 2
+    return inverse[..., 0, :, :]
 
 
 _full_precision = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
@@ -359,9 +363,8 @@ class _Layout:
 
     @staticmethod
     def of(T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> "_Layout":
-        size = CHUNK
-        if T <= 2 * BLOCK:
-            size = 2 * BLOCK if T > BLOCK else max(T, 1)
+        # Below CHUNK a single chunk: any size up to BLOCK, above it what blocks merge to.
+        size = max(T, 1) if T <= BLOCK else next((n for n in (2 * BLOCK, 4 * BLOCK) if n >= T), CHUNK)
         if cu_seqlens is not None:
             return _Layout._of_sequences(T, size, cu_seqlens)
         num_chunks = -(-T // size)
