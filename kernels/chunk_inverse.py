@@ -36,18 +36,20 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
         lane = tx % 32
         if warp < num_heads:
             for part in T.unroll(2):
-                flag[part] = PAD
+                flag[part] = T.if_then_else(part * 32 + lane < num_rows, TOKEN, PAD)
+                if NF > 0 and part * 32 + lane < num_rows:
+                    flag[part] = row_flags[first + part * 32 + lane]
+            # All loads before the first use: one latency.
+            for part in T.unroll(2):
                 sums[part] = 0.0
                 betas[part] = 0.0
-                if part * 32 + lane < num_rows:
-                    flag[part] = TOKEN
-                    if NF > 0:
-                        flag[part] = row_flags[first + part * 32 + lane]
                 if flag[part] != PAD:
+                    sums[part] = g[first + part * 32 + lane, first_head + warp]
                     betas[part] = beta[first + part * 32 + lane, first_head + warp]
-                    sums[part] = T.max(g[first + part * 32 + lane, first_head + warp] * LOG2_E, MIN_LOG2_GATE)
-                if flag[part] == RESET:
-                    sums[part] = MIN_LOG2_GATE
+            for part in T.unroll(2):
+                sums[part] = T.if_then_else(
+                    flag[part] == RESET, MIN_LOG2_GATE, T.max(sums[part] * LOG2_E, MIN_LOG2_GATE)
+                )
             T.call_extern("handle", "jaxqla::chunk_cumsum", T.address_of(sums[0]), T.address_of(sums[1]))
             for part in T.unroll(2):
                 beta_s[warp, part * 32 + lane] = betas[part]

@@ -62,7 +62,7 @@ class Barriers(NamedTuple):
     o_stored: Any
 
 
-def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stages: int = 2):
+def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stages: int = 3):
     """Builds the kernel for operands of `dtype`, with `v_tile` of the V columns of a head in one block."""
     NT, NC, H, HV, N, N0, N1, NF = dims("NT", "NC", "H", "HV", "N", "N0", "N1", "NF")
     f32, i32 = "float32", "int32"
@@ -98,11 +98,11 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.wgmma_gemm(S_operand, tiles.k[st, :, :], U, transpose_B=True, clear_accum=True)
             T.barrier_wait(barriers.o_stored, (i + 1) % 2)
             T.call_extern("handle", "jaxqla::store_transposed", W.data, T.address_of(tiles.o[0, half * 64]), O.data)
-            T.call_extern("handle", "jaxqla::fence_async_proxy")
-            T.barrier_arrive(barriers.o_written)
             # O^T = S^T Q^T
             T.wgmma_gemm(S_operand, tiles.q[st, :, :], O, transpose_B=True, clear_accum=True)
-            T.barrier_wait(barriers.scored[st], phase)
+            T.call_extern("handle", "jaxqla::fence_async_proxy")
+            T.barrier_arrive(barriers.o_written)
+            T.call_extern("handle", "jaxqla::load_transposed", W.data, T.address_of(tiles.v[st, 0, half * 64]))
             T.wait_wgmma(1)
             # W^T = V^T - U^T diag(gam)
             T.call_extern(
@@ -110,7 +110,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                 "jaxqla::delta_error",
                 W.data,
                 U.data,
-                T.address_of(tiles.v[st, 0, half * 64]),
                 T.address_of(tiles.gates[st, DECAY, 0]),
             )
             # N^T = W^T A^T
@@ -119,13 +118,14 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             for r, c in T.Parallel(64, K):
                 S[r, c] *= chunk_decay[0]
             T.wait_wgmma(0)
+            T.barrier_wait(barriers.scored[st], phase)
+            for r, c in T.Parallel(64, C):
+                W[r, c] = U[r, c] * tiles.gates[st, REST, c]
+            # S^T = gam_C S^T + (diag(gam_C / gam) N)^T K and O^T = O^T diag(gam scale) + N^T P^T
+            T.wgmma_gemm(W, tiles.k[st, :, :], S, clear_accum=False)
             for r, c in T.Parallel(64, C):
                 O[r, c] *= tiles.gates[st, DECAY_SCALE, c]
             T.copy(U, N_operand)
-            for r, c in T.Parallel(64, C):
-                W[r, c] = U[r, c] * tiles.gates[st, REST, c]
-            # S^T = gam_C S^T + (diag(gam_C / gam) N)^T K and O^T += N^T P^T
-            T.wgmma_gemm(W, tiles.k[st, :, :], S, clear_accum=False)
             T.wgmma_gemm(N_operand, tiles.p[st, :, :], O, transpose_B=True, clear_accum=False)
             T.wait_wgmma(1)
             T.copy(S, S_operand)
@@ -145,17 +145,22 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
         """P = scale lower(Q K^T) o D, D_ij = exp2(g_i - g_j)."""
         P = T.alloc_fragment((C, C), f32)
         T.set_max_nreg(HOPPER.helper_registers[num_halves], 0)
+        for st, r, c in T.Parallel(num_stages, C, C):
+            tiles.p[st, r, c] = 0.0
         for i in T.serial(item.num_chunks):
             st = i % num_stages
             phase = (i // num_stages) % 2
             T.barrier_wait(barriers.loaded[st], phase)
             T.gemm(tiles.q[st, :, :], tiles.k[st, :, :], P, transpose_B=True, clear_accum=True)
             T.barrier_wait(barriers.scores_released[st], phase ^ 1)
-            for r, c in T.Parallel(C, C):
-                P[r, c] = T.if_then_else(
-                    r >= c, P[r, c] * (T.exp2(tiles.gates[st, G, r] - tiles.gates[st, G, c]) * scale), 0.0
-                )
-            T.copy(P, tiles.p[st, :, :])
+            T.call_extern(
+                "handle",
+                "jaxqla::decay_scores",
+                P.data,
+                T.address_of(tiles.gates[st, G, 0]),
+                scale,
+                T.address_of(tiles.p[st, 0, 0]),
+            )
             T.call_extern("handle", "jaxqla::fence_async_proxy")
             T.barrier_arrive(barriers.scored[st])
             T.barrier_arrive(barriers.released[st])
@@ -282,10 +287,8 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             o_s = T.alloc_shared((C, v_tile), dtype)
             gates_s = T.alloc_shared((num_stages, 4, C), f32, scope="shared")
             tiles = Tiles(q_s, k_s, v_s, a_s, p_s, o_s, gates_s)
-            # no GEMM touches these two; the warp-level loads and stores expect the 128-byte swizzle
-            T.annotate_layout(
-                {v_s: tilelang.layout.make_swizzled_layout(v_s), o_s: tilelang.layout.make_swizzled_layout(o_s)}
-            )
+            # What the warp-level loads and stores expect.
+            T.annotate_layout({tile: tilelang.layout.make_swizzled_layout(tile) for tile in (v_s, p_s, o_s)})
 
             loaded = T.alloc_barrier(arrive_count=[64] * num_stages)
             released = T.alloc_barrier(arrive_count=[state_threads + 128] * num_stages)

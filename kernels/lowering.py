@@ -1,15 +1,17 @@
 """Lowers one kernel of the table with TileLang, on any machine, and reads the launch facts from the lowered host function."""
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tilelang.cuda import transform as cuda_transform
 from tilelang.engine.lower import lower as lower_module
 from tilelang.env import CUTLASS_INCLUDE_DIR, TILELANG_TEMPLATE_PATH
 from tvm import arith, ir, tirx
-from tvm.ir.transform import PassContext
+from tvm.ir.transform import PassContext, Sequential
 from tvm.target import Target
 from tvm.tirx.stmt_functor import post_order_visit
 
@@ -56,11 +58,25 @@ def lower(kernel: Any, target: dict[str, str]) -> Lowered:
     """Lowers `kernel` (see kernels.table.Kernel) for `target`; needs no GPU."""
     resolved = Target(target)
     prim_func = build_prim_func(kernel)
-    with PassContext(opt_level=3, config=kernel.pass_configs), resolved:
+    with PassContext(opt_level=3, config=kernel.pass_configs), resolved, _own_fences():
         artifact = lower_module(prim_func, resolved)
     device = _only(artifact.device_mod, "device function")
     host = _only(artifact.host_mod, "host function")
     return Lowered(artifact.kernel_source, _read_launch(kernel, prim_func, device, host))
+
+
+@contextlib.contextmanager
+def _own_fences() -> Iterator[None]:
+    """Leaves out TileLang's proxy fences: it puts one, 100 cycles long, before each WGMMA that follows an extern call.
+
+    The kernels place the fences that they need.
+    """
+    original = cuda_transform.InjectFenceProxy
+    cuda_transform.InjectFenceProxy = lambda: Sequential([])
+    try:
+        yield
+    finally:
+        cuda_transform.InjectFenceProxy = original
 
 
 def _only(module: Any, what: str) -> Any:

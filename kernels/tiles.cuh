@@ -48,28 +48,69 @@ __device__ __forceinline__ uint32_t transposed_block(const void* tile, int warp)
   return shared_address(tile) + ((matrix >> 1) * 8 + row) * 128 + (((2 * warp + (matrix & 1)) ^ row) << 4);
 }
 
-// w^T = v^T - diag(decay) u^T on the accumulator fragment of a warpgroup: u, w hold [64 columns of v][64 tokens], v
-// lies as [64 tokens][64 columns] in shared memory. decay holds one factor a token.
+// Loads a swizzled tile [64 tokens][64 columns] as a 16-bit operand fragment [64 columns][64 tokens].
 template <typename T>
-__device__ __forceinline__ void delta_error(T* w, const float* u, const void* v_tile, const float* decay) {
-  const uint32_t address = transposed_block(v_tile, (threadIdx.x >> 5) & 3);
-  const float2* factors = reinterpret_cast<const float2*>(decay) + (threadIdx.x & 3);
-  uint32_t* out = reinterpret_cast<uint32_t*>(w);
+__device__ __forceinline__ void load_transposed(T* x, const void* tile) {
+  const uint32_t address = transposed_block(tile, (threadIdx.x >> 5) & 3);
+  uint32_t* words = reinterpret_cast<uint32_t*>(x);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
-    uint32_t v[4];
+    uint32_t* y = words + block * 4;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
                  : "r"(address + block * 2048));
+  }
+}
+
+// w = v - diag(decay) u, on fragments [64 columns][64 tokens] of a warpgroup; w holds v before. decay: one factor a
+// token.
+template <typename T>
+__device__ __forceinline__ void delta_error(T* w, const float* u, const float* decay) {
+  const float2* factors = reinterpret_cast<const float2*>(decay) + (threadIdx.x & 3);
+  uint32_t* words = reinterpret_cast<uint32_t*>(w);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 factor = factors[block * 8 + half * 4];
+  for (int tokens = 0; tokens < 8; ++tokens) {
+    const float2 factor = factors[tokens * 4];
 #pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int i = block * 8 + half * 4 + row * 2;
-        const float2 value = Pair<T>::unpack(v[half * 2 + row]);
-        out[i / 2] = Pair<T>::pack(value.x - u[i] * factor.x, value.y - u[i + 1] * factor.y);
+    for (int row = 0; row < 2; ++row) {
+      const int i = tokens * 4 + row * 2;
+      const float2 v = Pair<T>::unpack(words[i / 2]);
+      words[i / 2] = Pair<T>::pack(v.x - u[i] * factor.x, v.y - u[i + 1] * factor.y);
+    }
+  }
+}
+
+// scale lower(p) exp2(g_i - g_j) of the accumulator fragment of Q K^T, by a warpgroup, into a swizzled tile whose
+// blocks above the diagonal stay as they are.
+template <typename T>
+__device__ __forceinline__ void decay_scores(const float* p, const float* g, float scale, T* tile) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+  const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
+  const uint32_t target = shared_address(tile) + (warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    if (block <= warp) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 g_column = *reinterpret_cast<const float2*>(g + block * 16 + half * 8 + column);
+        const float* x = p + block * 8 + half * 4;
+        float y[4] = {x[0] * (scale * exp2f(g_low - g_column.x)), x[1] * (scale * exp2f(g_low - g_column.y)),
+                      x[2] * (scale * exp2f(g_high - g_column.x)), x[3] * (scale * exp2f(g_high - g_column.y))};
+        if (block == warp) {
+          const int c = half * 8 + column;
+          y[0] = row >= c ? y[0] : 0.f;
+          y[1] = row >= c + 1 ? y[1] : 0.f;
+          y[2] = row + 8 >= c ? y[2] : 0.f;
+          y[3] = row + 8 >= c + 1 ? y[3] : 0.f;
+        }
+        packed[half * 2] = Pair<T>::pack(y[0], y[1]);
+        packed[half * 2 + 1] = Pair<T>::pack(y[2], y[3]);
       }
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(
+                       target + (((2 * block + (lane >> 4)) ^ (lane & 7)) << 4)),
+                   "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                   : "memory");
     }
   }
 }
@@ -161,6 +202,13 @@ __device__ __forceinline__ void mma_half(float (&d)[4], const uint32_t (&a)[4], 
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d += a b with rows 8 to 15 of a zero, and of d unused.
+__device__ __forceinline__ void mma_half_8(float (&d)[4], uint32_t a, uint32_t b) {
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a), "r"(0), "r"(b));
+}
+
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* pointer) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -170,71 +218,96 @@ __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* poin
 constexpr int kPitch = 72;      // halves a row of a padded 64x64 tile: ldmatrix rows fall in distinct banks
 constexpr int kDiagPitch = 24;  // the same for a 16x16 tile
 
-// Working memory of gated_inverse: as large as a [64][128] 16-bit tile, so that it can take the place of one.
+// Working memory of gated_inverse; it fits into a [64][128] 16-bit tile.
 struct InverseScratch {
-  cutlass::half_t lower[64 * kPitch];          // blocks of I + L below the diagonal
-  float columns[4][16 * 16];                   // strictly lower part of the diagonal blocks, column-contiguous
-  cutlass::half_t diagonal[4][16 * kDiagPitch];  // their inverses, row-major
+  cutlass::half_t lower[64 * kPitch];            // blocks of I + L below the diagonal, of 16, and of 8 in those on it
+  float columns[4][2][8 * 8];                    // strictly lower part of the diagonal blocks of 8, column-contiguous
+  cutlass::half_t diagonal[4][16 * kDiagPitch];  // inverses of the diagonal blocks of 16, row-major
 };
-static_assert(sizeof(InverseScratch) == 64 * 128 * 2);
+static_assert(sizeof(InverseScratch) <= 64 * 128 * 2);
 
-// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K K^T:
-// warp w writes its 16 rows.
-__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta, InverseScratch& scratch) {
+// The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K
+// K^T: warp w writes its 16 rows.
+__device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta,
+                                           InverseScratch& scratch) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   const float beta_low = beta[warp * 16 + row], beta_high = beta[warp * 16 + 8 + row];
   uint32_t* out = reinterpret_cast<uint32_t*>(scratch.lower + (warp * 16 + row) * kPitch + column);
+  float* diagonal = scratch.columns[warp][0] + column * 8 + row;
 #pragma unroll
   for (int block = 0; block < 8; ++block) {
     if (block <= 2 * warp + 1) {
       const float2 g_column = *reinterpret_cast<const float2*>(g + block * 8 + column);
       const float* x = kk + block * 4;
-      const float y[4] = {
-          x[0] * (beta_low * exp2f(g_low - g_column.x)), x[1] * (beta_low * exp2f(g_low - g_column.y)),
-          x[2] * (beta_high * exp2f(g_high - g_column.x)), x[3] * (beta_high * exp2f(g_high - g_column.y))};
-      if (block < 2 * warp) {
-        out[block * 4] = Pair<cutlass::half_t>::pack(y[0], y[1]);
-        out[block * 4 + 4 * kPitch] = Pair<cutlass::half_t>::pack(y[2], y[3]);
+      const float high[2] = {x[2] * (beta_high * exp2f(g_high - g_column.x)),
+                             x[3] * (beta_high * exp2f(g_high - g_column.y))};
+      if (block <= 2 * warp) {
+        const float low[2] = {x[0] * (beta_low * exp2f(g_low - g_column.x)),
+                              x[1] * (beta_low * exp2f(g_low - g_column.y))};
+        out[block * 4 + 4 * kPitch] = Pair<cutlass::half_t>::pack(high[0], high[1]);
+        if (block < 2 * warp) {
+          out[block * 4] = Pair<cutlass::half_t>::pack(low[0], low[1]);
+        } else {
+          diagonal[0] = row > column ? low[0] : 0.f;
+          diagonal[8] = row > column + 1 ? low[1] : 0.f;
+        }
       } else {
-        const int c = (block & 1) * 8 + column;
-        float* target = scratch.columns[warp] + c * 16 + row;
-        target[0] = row > c ? y[0] : 0.f;
-        target[16] = row > c + 1 ? y[1] : 0.f;
-        target[8] = row + 8 > c ? y[2] : 0.f;
-        target[24] = row + 8 > c + 1 ? y[3] : 0.f;
+        diagonal[64] = row > column ? high[0] : 0.f;
+        diagonal[72] = row > column + 1 ? high[1] : 0.f;
       }
     }
   }
 }
 
-// Warp w inverts the 16x16 diagonal block w of I + L in float32 by forward substitution, one column a lane.
+// Warp w inverts the 16x16 diagonal block w of I + L: its two blocks X1, X2 of 8 in float32 by forward substitution,
+// one column a lane, and between them -X2 L21 X1 on tensor cores.
 __device__ __forceinline__ void invert_diagonal_block(InverseScratch& scratch) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 15;
-  const float4* block = reinterpret_cast<const float4*>(scratch.columns[warp]);
-  float x[16];
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 7, part = lane >> 3;
+  const float4* block = reinterpret_cast<const float4*>(scratch.columns[warp][part & 1]);
+  float x[8];
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
+  for (int i = 0; i < 8; ++i) x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-  for (int k = 0; k < 15; ++k) {
+  for (int k = 0; k < 7; ++k) {
 #pragma unroll
-    for (int quad = (k + 1) / 4; quad < 4; ++quad) {
-      const float4 l = block[k * 4 + quad];
+    for (int quad = (k + 1) / 4; quad < 2; ++quad) {
+      const float4 l = block[k * 2 + quad];
       if (4 * quad + 0 > k) x[4 * quad + 0] -= l.x * x[k];
       if (4 * quad + 1 > k) x[4 * quad + 1] -= l.y * x[k];
       if (4 * quad + 2 > k) x[4 * quad + 2] -= l.z * x[k];
       if (4 * quad + 3 > k) x[4 * quad + 3] -= l.w * x[k];
     }
   }
-  if (lane < 16) {
+  // Parts of the warp: 0 writes X1, 1 writes X2, 2 the zeros above the diagonal.
+  cutlass::half_t* inverse = scratch.diagonal[warp];
+  cutlass::half_t* target = inverse + (part == 1 ? 8 * kDiagPitch : 0) + (part == 0 ? 0 : 8) + column;
+  if (part < 3) {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) scratch.diagonal[warp][i * kDiagPitch + column] = cutlass::half_t(x[i]);
+    for (int i = 0; i < 8; ++i) target[i * kDiagPitch] = cutlass::half_t(part < 2 ? x[i] : 0.f);
   }
+  __syncwarp();
+  const cutlass::half_t* x1 = inverse + column * kDiagPitch;
+  const cutlass::half_t* x2 = x1 + 8 * kDiagPitch + 8;
+  uint32_t x1_transposed, l21, x2_rows;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0},[%1];"
+               : "=r"(x1_transposed)
+               : "r"(shared_address(x1)));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0},[%1];"
+               : "=r"(l21)
+               : "r"(shared_address(scratch.lower + (warp * 16 + 8 + column) * kPitch + warp * 16)));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0},[%1];" : "=r"(x2_rows) : "r"(shared_address(x2)));
+  float y[4] = {0, 0, 0, 0}, z[4] = {0, 0, 0, 0};
+  mma_half_8(y, x1_transposed, l21);
+  mma_half_8(z, Pair<cutlass::half_t>::pack(-y[0], -y[1]), x2_rows);
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0],{%1};" ::"r"(shared_address(x1 + 8 * kDiagPitch)),
+               "r"(Pair<cutlass::half_t>::pack(z[0], z[1]))
+               : "memory");
 }
 
 // Block column w of the inverse X = (I + L)^-1 by warp w, with no barrier: X_iw = -D_i sum_{w<=k<i} L_ik X_kw, D_i the
-// inverted diagonal blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes the blocks of
-// X diag(beta) on and below the diagonal of a tile with 128-byte rows swizzled in 16-byte units.
+// inverted diagonal blocks. Kept transposed, each product's accumulator is the next one's A operand. Writes the blocks
+// of X diag(beta) on and below the diagonal of a tile with 128-byte rows swizzled in 16-byte units.
 template <typename T>
 __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, const float* beta, T* out) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
@@ -284,8 +357,9 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
   }
 }
 
-// a = (I + L)^-1 diag(beta) of a chunk, L gated, from the accumulator fragment of K K^T, by a block of 128 threads. `a` is
-// a swizzled tile whose blocks above the diagonal stay as they are. A caller must not need `a` or `scratch` any more.
+// a = (I + L)^-1 diag(beta) of a chunk, L gated, from the accumulator fragment of K K^T, by a block of 128 threads. `a`
+// is a swizzled tile whose blocks above the diagonal stay as they are. A caller must not need `a` or `scratch` any
+// more.
 template <typename T>
 __device__ __forceinline__ void gated_inverse(const float* kk, const float* g, const float* beta, void* scratch, T* a) {
   InverseScratch& s = *static_cast<InverseScratch*>(scratch);
