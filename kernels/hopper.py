@@ -29,6 +29,6 @@ HOPPER = Architecture(
     num_sms=132,
     shared_bytes=227 * 1024,
     state_registers=208,
-    helper_registers={1: 120, 2: 72},
+    helper_registers={1: 136, 2: 72},
     producer_registers={1: 56, 2: 24},
 )

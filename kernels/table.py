@@ -67,19 +67,7 @@ def _fused_forward(suffix: str, v_tile: int) -> Kernel:
     )
 
 
-def _forward(suffix: str, v_tile: int) -> Kernel:
-    return Kernel(
-        name=f"gdn_forward_{suffix}_v{v_tile}",
-        builder="kernels.forward:forward",
-        options={"v_tile": v_tile},
-        operands=("q", "k", "v", "g", "beta", "cu_seqlens", "row_flags", "initial_state"),
-        results=("o", "final_state"),
-        dtype=DTYPES[suffix],
-    )
-
-
 KERNELS = (
-    *(_forward(suffix, v_tile) for suffix in DTYPES for v_tile in V_TILES),
     *(_chunk_inverse(suffix) for suffix in DTYPES),
     *(_fused_forward(suffix, v_tile) for suffix in DTYPES for v_tile in V_TILES),
 )

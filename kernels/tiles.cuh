@@ -17,16 +17,6 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // Makes this thread's writes to shared memory visible to TMA and WGMMA.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// threadIdx.x, read anew at each call: what is computed from it is not kept in registers across a loop.
-__device__ __forceinline__ int fresh_thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-// Barrier of the 128 threads of one warpgroup.
-__device__ __forceinline__ void sync_warpgroup() { asm volatile("bar.sync 1, 128;" ::: "memory"); }
-
 template <typename T>
 struct Pair;
 template <>
@@ -53,15 +43,15 @@ struct Pair<cutlass::half_t> {
 // Address, for this lane, of the 8x8 matrix (lane >> 3) of a 16-token x 16-column block in a [64 tokens][64 columns]
 // 16-bit tile with 128-byte rows swizzled in 16-byte units. The warp's 16 columns start at 16 * warp. Blocks of 16
 // tokens are 2048 bytes apart.
-__device__ __forceinline__ uint32_t transposed_block(const void* tile, int thread) {
-  const int warp = (thread >> 5) & 3, lane = thread & 31, matrix = lane >> 3, row = lane & 7;
+__device__ __forceinline__ uint32_t transposed_block(const void* tile, int warp) {
+  const int lane = threadIdx.x & 31, matrix = lane >> 3, row = lane & 7;
   return shared_address(tile) + ((matrix >> 1) * 8 + row) * 128 + (((2 * warp + (matrix & 1)) ^ row) << 4);
 }
 
 // Loads a swizzled tile [64 tokens][64 columns] as a 16-bit operand fragment [64 columns][64 tokens].
 template <typename T>
 __device__ __forceinline__ void load_transposed(T* x, const void* tile) {
-  const uint32_t address = transposed_block(tile, threadIdx.x);
+  const uint32_t address = transposed_block(tile, (threadIdx.x >> 5) & 3);
   uint32_t* words = reinterpret_cast<uint32_t*>(x);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
@@ -94,8 +84,7 @@ __device__ __forceinline__ void delta_error(T* w, const float* u, const float* d
 // blocks above the diagonal stay as they are.
 template <typename T>
 __device__ __forceinline__ void decay_scores(const float* p, const float* g, float scale, T* tile) {
-  const int thread = fresh_thread_index(), warp = (thread >> 5) & 3, lane = thread & 31, row = lane >> 2,
-            column = (lane & 3) * 2;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   const uint32_t target = shared_address(tile) + (warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128;
 #pragma unroll
@@ -129,7 +118,7 @@ __device__ __forceinline__ void decay_scores(const float* p, const float* g, flo
 // Stores an accumulator fragment [64 columns][64 tokens] as [64 tokens][64 columns] into a swizzled tile.
 template <typename T>
 __device__ __forceinline__ void store_transposed(T*, void* tile, const float* o) {
-  const uint32_t address = transposed_block(tile, threadIdx.x);
+  const uint32_t address = transposed_block(tile, (threadIdx.x >> 5) & 3);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
     const float* x = o + block * 8;
@@ -207,60 +196,6 @@ __device__ __forceinline__ void chunk_cumsum(float* x0, float* x1) {
   *x1 = b + __shfl_sync(0xffffffffu, a, 31);
 }
 
-constexpr float kLog2E = 1.4426950408889634f;
-// exp2 of it is 0 in float32, and sums of 64 of them keep 2^-10: a decay to nothing that later tokens survive.
-constexpr float kMinLog2Gate = -160.f;
-
-// Gates, in base 2, and beta of tokens first + lane and first + 32 + lane for one head, by one warp. Rows that are no
-// tokens neither decay nor write; a token that resets decays all there was.
-__device__ __forceinline__ void load_gates(const float* g, const float* beta, int num_heads, int head,
-                                           const int* row_flags, int num_flags, int first, int end, float* gates,
-                                           float* betas) {
-  int flag[2];
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    const int token = first + part * 32 + (threadIdx.x & 31);
-    flag[part] = token < end;
-    if (num_flags > 0 && token < end) flag[part] = row_flags[token];
-  }
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    const int64_t offset = static_cast<int64_t>(first + part * 32 + (threadIdx.x & 31)) * num_heads + head;
-    gates[part] = flag[part] != 0 ? g[offset] : 0.f;
-    betas[part] = flag[part] != 0 ? beta[offset] : 0.f;
-  }
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    gates[part] = flag[part] == 2 ? kMinLog2Gate : fmaxf(gates[part] * kLog2E, kMinLog2Gate);
-  }
-}
-
-// Rows of a gates tile: in-chunk sums G of the gates, exp2(G), scale exp2(G), exp2(G_last - G), beta.
-__device__ __forceinline__ void write_gates(float* gates, const float* betas, float scale, float* tile) {
-  chunk_cumsum(gates, gates + 1);
-  const float last = __shfl_sync(0xffffffffu, gates[1], 31);
-#pragma unroll
-  for (int part = 0; part < 2; ++part) {
-    float* token = tile + part * 32 + (threadIdx.x & 31);
-    const float decay = exp2f(gates[part]);
-    token[0] = gates[part];
-    token[64] = decay;
-    token[128] = decay * scale;
-    token[192] = exp2f(last - gates[part]);
-    token[256] = betas[part];
-  }
-}
-
-// Zeroes rows first, first + step, ... below `end`, 64 columns a tile, by one warp.
-template <typename T>
-__device__ __forceinline__ void zero_rows(T* out, int64_t stride, int num_tiles, int first, int end, int step) {
-  uint32_t* target = reinterpret_cast<uint32_t*>(out) + (threadIdx.x & 31);
-#pragma unroll 1
-  for (int64_t row = first; row < end; row += step) {
-    for (int tile = 0; tile < num_tiles; ++tile) target[row * (stride / 2) + tile * 32] = 0;
-  }
-}
-
 __device__ __forceinline__ void mma_half(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -289,14 +224,13 @@ struct InverseScratch {
   float columns[4][2][8 * 8];                    // strictly lower part of the diagonal blocks of 8, column-contiguous
   cutlass::half_t diagonal[4][16 * kDiagPitch];  // inverses of the diagonal blocks of 16, row-major
 };
-static_assert(sizeof(InverseScratch) == 14336);  // INVERSE_SCRATCH of tiles.py
+static_assert(sizeof(InverseScratch) <= 64 * 128 * 2);
 
 // The gated strict lower triangle L_ij = beta_i kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K
 // K^T: warp w writes its 16 rows.
 __device__ __forceinline__ void gate_lower(const float* kk, const float* g, const float* beta,
                                            InverseScratch& scratch) {
-  const int thread = fresh_thread_index(), warp = (thread >> 5) & 3, lane = thread & 31, row = lane >> 2,
-            column = (lane & 3) * 2;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   const float beta_low = beta[warp * 16 + row], beta_high = beta[warp * 16 + 8 + row];
   uint32_t* out = reinterpret_cast<uint32_t*>(scratch.lower + (warp * 16 + row) * kPitch + column);
@@ -329,8 +263,7 @@ __device__ __forceinline__ void gate_lower(const float* kk, const float* g, cons
 // Warp w inverts the 16x16 diagonal block w of I + L: its two blocks X1, X2 of 8 in float32 by forward substitution,
 // one column a lane, and between them -X2 L21 X1 on tensor cores.
 __device__ __forceinline__ void invert_diagonal_block(InverseScratch& scratch) {
-  const int thread = fresh_thread_index(), warp = (thread >> 5) & 3, lane = thread & 31, column = lane & 7,
-            part = lane >> 3;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 7, part = lane >> 3;
   const float4* block = reinterpret_cast<const float4*>(scratch.columns[warp][part & 1]);
   float x[8];
 #pragma unroll
@@ -377,10 +310,10 @@ __device__ __forceinline__ void invert_diagonal_block(InverseScratch& scratch) {
 // of X diag(beta) on and below the diagonal of a tile with 128-byte rows swizzled in 16-byte units.
 template <typename T>
 __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, const float* beta, T* out) {
-  const int thread = fresh_thread_index(), warp = (thread >> 5) & 3, lane = thread & 31;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const int row = (lane & 7) + ((lane >> 4) << 3), column = ((lane >> 3) & 1) * 8;
   const float beta_low = beta[warp * 16 + (lane >> 2)], beta_high = beta[warp * 16 + 8 + (lane >> 2)];
-  const uint32_t target = transposed_block(out, thread);
+  const uint32_t target = transposed_block(out, warp);
   uint32_t x[4][4];
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                : "=r"(x[0][0]), "=r"(x[0][2]), "=r"(x[0][1]), "=r"(x[0][3])
@@ -424,16 +357,16 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
   }
 }
 
-// a = (I + L)^-1 diag(beta) of a chunk, L gated, from the accumulator fragment of K K^T, by a warpgroup that is alone
-// in using barrier 1. `a` is a swizzled tile whose blocks above the diagonal stay as they are.
+// a = (I + L)^-1 diag(beta) of a chunk, L gated, from the accumulator fragment of K K^T, by a block of 128 threads. `a`
+// is a swizzled tile whose blocks above the diagonal stay as they are. A caller must not need `a` or `scratch` any
+// more.
 template <typename T>
 __device__ __forceinline__ void gated_inverse(const float* kk, const float* g, const float* beta, void* scratch, T* a) {
   InverseScratch& s = *static_cast<InverseScratch*>(scratch);
-  sync_warpgroup();
   gate_lower(kk, g, beta, s);
   __syncwarp();
   invert_diagonal_block(s);
-  sync_warpgroup();
+  __syncthreads();
   merge_inverse(s, beta, a);
 }
 

@@ -10,7 +10,6 @@ LOG2_E = 1.4426950408889634
 MIN_LOG2_GATE = -160.0
 
 PAD, TOKEN, RESET = 0, 1, 2  # row flags
-INVERSE_SCRATCH = 14336  # bytes of InverseScratch of tiles.cuh
 
 CUDA_SOURCE = Path(__file__).with_name("tiles.cuh").read_text()
 
