@@ -26,8 +26,8 @@ class CustomBuildHook(BuildHookInterface):
             if os.environ.get("JAXQLA_WHEEL_WITHOUT_KERNELS") == "1":
                 return
             raise RuntimeError(
-                f"wheel: {LIB / 'manifest.json'} must exist; run make kernels first, or set JAXQLA_WHEEL_WITHOUT_KERNELS=1"
-                " for a wheel of the plain JAX path alone"
+                f"wheel: {LIB / 'manifest.json'} must exist; run make kernels first, or set"
+                " JAXQLA_WHEEL_WITHOUT_KERNELS=1 for a wheel of the plain JAX path alone"
             )
         manifest = json.loads(manifest_path.read_text())
         if manifest["ffi"]["api"] != FFI_API:

@@ -69,8 +69,7 @@ def _devices() -> list[str]:
 
 
 def _kernel_rows() -> list[dict[str, Any]]:
-    manifest = _launch.manifest()
-    return [] if manifest is None else list(manifest["kernels"])
+    return [entry["kernel"] for entry in _launch.manifest().get("kernels", {}).values()]
 
 
 def _kernels() -> list[str]:

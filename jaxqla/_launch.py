@@ -1,7 +1,7 @@
 """Launches a built kernel from JAX: the FFI target, and what was built.
 
-The library in `jaxqla/lib` is loaded, and its handler registered, when the first program with a kernel is traced; importing this
-module reads nothing.
+The library in `jaxqla/lib` is loaded, and its handler registered, when the first program with a kernel is traced;
+importing this module reads nothing.
 """
 
 import ctypes

@@ -107,18 +107,16 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                 T.barrier_wait(landed[0], 0)
                 if tx < 32:
                     # Rows of padding or of the next sequence may hold anything, NaN too.
-                    T.call_extern(
-                        "handle", "jaxqla::zero_invalid_rows", T.address_of(k_s[0, 0]), K // 64, row_flags.data, NF, first, end
-                    )
+                    zero = "jaxqla::zero_invalid_rows"
+                    T.call_extern("handle", zero, T.address_of(k_s[0, 0]), K // 64, row_flags.data, NF, first, end)
                     T.call_extern("handle", "jaxqla::fence_async_proxy")
                 T.sync_threads()
                 T.gemm(k_s, k_s, KK, transpose_B=True, clear_accum=True)
                 for h in T.serial(group):
                     if h % NUM_WARPS == 0:
                         if h > 0:
-                            load_gates(
-                                g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, key_head * group + h, group - h, tx
-                            )
+                            head = key_head * group + h
+                            load_gates(g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, head, group - h, tx)
                         T.sync_threads()
                     T.call_extern(
                         "handle",
