@@ -51,7 +51,7 @@ def forward(
         q, k = _math.l2norm(q), _math.l2norm(k)
     packed = pack(v.shape[:2], segment_ids, cu_seqlens)
     q, k, v_rows, g, beta = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta))
-    a, g_cum, o = chunk_inverse(k, v_rows, g, beta, packed, kernel=inverse_kernel)
+    a, g_cum = chunk_inverse(k, g, beta, packed, kernel=inverse_kernel)
     o, final_state = fused_forward(
         q,
         k,
@@ -60,7 +60,6 @@ def forward(
         g_cum,
         packed,
         initial_state,
-        o,
         scale=scale,
         return_final_state=return_final_state,
         kernel=fused_kernel,
@@ -91,20 +90,19 @@ def _row_flags(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
 
 def chunk_inverse(
     k: Float[Array, "NT H K"],
-    v: Float[Array, "NT HV V"],
     g: Float[Array, "NT HV"],
     beta: Float[Array, "NT HV"],
     packed: Packed,
     *,
     kernel: str,
-) -> tuple[Float[Array, "NC HV C C"], Float[Array, "NC HV C"], Float[Array, "NT HV V"]]:
+) -> tuple[Float[Array, "NC HV C C"], Float[Array, "NC HV C"]]:
     """Launches the inverse kernel.
 
     Returns:
-        The inverse of each chunk times `diag(beta)`, gates included, in the dtype of k; the sums of the gates in each
-        chunk, in base 2; and a buffer for the output, zero where no sequence is. Of `v` only shape and dtype matter.
+        The inverse of each chunk times `diag(beta)`, gates included, in the dtype of k, and the sums of the gates in
+        each chunk, in base 2.
     """
-    NT, HV, _ = v.shape
+    NT, HV = g.shape
     NC = NT // CHUNK + packed.cu_seqlens.shape[0] - 1
     return _launch.launch(
         kernel,
@@ -112,7 +110,6 @@ def chunk_inverse(
         (
             jax.ShapeDtypeStruct((NC, HV, CHUNK, CHUNK), k.dtype),
             jax.ShapeDtypeStruct((NC, HV, CHUNK), jnp.float32),
-            jax.ShapeDtypeStruct(v.shape, v.dtype),
         ),
     )
 
@@ -125,13 +122,12 @@ def fused_forward(
     g_cum: Float[Array, "NC HV C"],
     packed: Packed,
     initial_state: Float[Array, "N HV K V"] | None,
-    o: Float[Array, "NT HV V"],
     *,
     scale: float,
     return_final_state: bool,
     kernel: str,
 ) -> tuple[Float[Array, "NT HV V"], Float[Array, "N HV K V"]]:
-    """Launches the state and output kernel, which writes into `o`; without a final state that result has size 0."""
+    """Launches the state and output kernel; without a final state that result has size 0."""
     N = packed.cu_seqlens.shape[0] - 1
     HV, V = v.shape[1:]
     state = (HV, k.shape[-1], V)
@@ -140,8 +136,7 @@ def fused_forward(
     final_state = jax.ShapeDtypeStruct((N if return_final_state else 0, *state), jnp.float32)
     return _launch.launch(
         kernel,
-        (q, k, v, a, g_cum, *packed, initial_state, o),
-        (jax.ShapeDtypeStruct(o.shape, o.dtype), final_state),
+        (q, k, v, a, g_cum, *packed, initial_state),
+        (jax.ShapeDtypeStruct(v.shape, v.dtype), final_state),
         scalars={"scale": np.float32(scale)},
-        in_place={8: 0},
     )

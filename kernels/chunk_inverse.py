@@ -6,8 +6,7 @@ with G the in-chunk sum of the gates in base 2, clamped so that a token which er
 accurate. One block a chunk and key head: K K^T is made once and serves all value heads of the key head.
 
 Chunks are counted from the start of their sequence. Chunk c of sequence n has slot cu_seqlens[n] // 64 + n + c; slots
-that no chunk has are left unwritten. Rows of `o` past the last sequence are zeroed here; the fused kernel writes the
-others.
+that no chunk has are left unwritten.
 """
 
 import tilelang
@@ -21,7 +20,7 @@ NUM_WARPS = THREADS // 32
 BLOCKS_PER_SM = 5
 
 
-def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
+def chunk_inverse(dtype: str, K: int = 128):
     """Builds the kernel for keys of `dtype`."""
     NT, NC, H, HV, N, NF = dims("NT", "NC", "H", "HV", "N", "NF")
     f32, i32 = "float32", "int32"
@@ -65,7 +64,6 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
         row_flags: T.Tensor((NF,), i32),
         a: T.Tensor((NC, HV, C, C), dtype),
         g_cum: T.Tensor((NC, HV, C), f32),
-        o: T.Tensor((NT, HV, V), dtype),
     ):
         with T.Kernel(NC, H, threads=THREADS) as (slot, key_head):
             T.import_source(CUDA_SOURCE)
@@ -92,11 +90,6 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
             landed = T.alloc_barrier(arrive_count=[32])
             T.annotate_layout({a_s: tilelang.layout.make_swizzled_layout(a_s)})
 
-            if sequence == N - 1:
-                for r in T.serial(T.max(first, end), T.min(first + C, NT)):
-                    for h in T.serial(group):
-                        o[r, key_head * group + h, tx] = 0.0
-
             if num_rows > 0:
                 if tx < 32:
                     T.tma_copy(k[first : first + C, key_head, 0:K], k_s, barrier=landed[0])
@@ -116,7 +109,9 @@ def chunk_inverse(dtype: str, K: int = 128, V: int = 128):
                     if h % NUM_WARPS == 0:
                         if h > 0:
                             head = key_head * group + h
-                            load_gates(g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, head, group - h, tx)
+                            load_gates(
+                                g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, head, group - h, tx
+                            )
                         T.sync_threads()
                     T.call_extern(
                         "handle",

@@ -225,7 +225,7 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.barrier_arrive(barriers.loaded[st])
 
     @T.macro
-    def store_outputs(o, item, tiles, barriers, lane):
+    def store_outputs(o, cu_seqlens, item, tiles, barriers):
         """One warp. The first hand-over is empty: a chunk's output goes out while the state works on the next one."""
         for i in T.serial(item.num_chunks + 1):
             T.barrier_wait(barriers.o_written, i % 2)
@@ -244,6 +244,17 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                         item.end - left,
                     )
             T.barrier_arrive(barriers.o_stored)
+        # Rows past the last sequence are padding; the blocks of a head share them out.
+        T.call_extern(
+            "handle",
+            "jaxqla::zero_rows",
+            T.address_of(o[0, item.head, item.first_column]),
+            HV * V,
+            num_halves,
+            T.max(T.min(cu_seqlens[N], NT), 0) + item.sequence,
+            NT,
+            N,
+        )
 
     @T.prim_func
     def gdn_fused_forward(
@@ -312,6 +323,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
                 elif tx < score_end + 64:
                     load_gates(g_cum, item, tiles, barriers, scale, tx - (score_end + 32))
                 elif tx < score_end + 96:
-                    store_outputs(o, item, tiles, barriers, tx - (score_end + 64))
+                    store_outputs(o, cu_seqlens, item, tiles, barriers)
 
     return gdn_fused_forward

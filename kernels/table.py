@@ -50,7 +50,7 @@ def _chunk_inverse(suffix: str) -> Kernel:
         name=f"gdn_chunk_inverse_{suffix}",
         builder="kernels.chunk_inverse:chunk_inverse",
         operands=("k", "g", "beta", "cu_seqlens", "row_flags"),
-        results=("a", "g_cum", "o"),
+        results=("a", "g_cum"),
         dtype=DTYPES[suffix],
     )
 
@@ -60,9 +60,8 @@ def _fused_forward(suffix: str, v_tile: int) -> Kernel:
         name=f"gdn_fused_forward_{suffix}_v{v_tile}",
         builder="kernels.fused_forward:fused_forward",
         options={"v_tile": v_tile},
-        operands=("q", "k", "v", "a", "g_cum", "cu_seqlens", "row_flags", "initial_state", "o"),
+        operands=("q", "k", "v", "a", "g_cum", "cu_seqlens", "row_flags", "initial_state"),
         results=("o", "final_state"),
-        in_place=("o",),
         dtype=DTYPES[suffix],
     )
 

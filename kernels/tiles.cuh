@@ -169,6 +169,16 @@ __device__ __forceinline__ void store_rows(T* out, int64_t stride, const void* t
   }
 }
 
+// Zeroes rows first, first + step, ... below `end`, 64 columns a tile, by one warp; rows lie `stride` elements apart.
+template <typename T>
+__device__ __forceinline__ void zero_rows(T* out, int64_t stride, int num_tiles, int first, int end, int step) {
+  uint32_t* target = reinterpret_cast<uint32_t*>(out) + (threadIdx.x & 31);
+#pragma unroll 1
+  for (int64_t row = first; row < end; row += step) {
+    for (int tile = 0; tile < num_tiles; ++tile) target[row * (stride / 2) + tile * 32] = 0;
+  }
+}
+
 // The last sequence n with cu_seqlens[n] / 64 + n <= slot, asked by a block of 128 threads: a 129-way search, one
 // barrier a level.
 __device__ __forceinline__ int find_sequence(const int* cu_seqlens, int num_sequences, int slot) {

@@ -79,14 +79,14 @@ def assert_bits_equal(a: Any, b: Any) -> None:
     assert a.tobytes() == b.tobytes()
 
 
-def check(inputs: cases.Inputs, **options: Any) -> None:
+def check(inputs: cases.Inputs, roundings: int = 0, **options: Any) -> None:
     """Both V tiles against the oracle; they agree to the bit, since no sum crosses a column of V."""
     o, state = with_tile(*inputs, v_tile=64, **options)
     expected_o, expected_state = truth(inputs, **options)
     dtype = inputs.q.dtype
     assert o.dtype == dtype
-    tolerance.check(o, expected_o, dtype, "o")
-    tolerance.check(state, expected_state, dtype, "final_state")
+    tolerance.check(o, expected_o, dtype, "o", roundings)
+    tolerance.check(state, expected_state, dtype, "final_state", roundings)
     assert not np.asarray(o, np.float32)[inputs.padding].any()
     wide_o, wide_state = with_tile(*inputs, v_tile=128, **options)
     assert_bits_equal(o, wide_o)
@@ -128,7 +128,7 @@ def test_heads(H, HV):
 def test_many_sequences():
     N, H, HV = 2100, 16, 32
     rng = np.random.default_rng(1)
-    lengths = rng.integers(0, 130, N)
+    lengths = np.where(rng.random(N) < 0.05, rng.integers(0, 130, N), rng.integers(0, 8, N))
     boundaries = np.concatenate([[0], np.cumsum(lengths)])
     inputs = cases.make(B=1, T=int(boundaries[-1]) + 40, H=H, HV=HV, cu_seqlens=boundaries).poisoned()
     o, state = op(*inputs)
@@ -196,7 +196,8 @@ def test_gates(gate):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_identical_keys_and_full_steps(dtype):
     inputs = cases.make(B=1, T=500, H=1, HV=2, gates=-1e-3, beta=1.0, dtype=dtype)
-    check(inputs._replace(k=jnp.broadcast_to(inputs.k[:, :1], inputs.k.shape)))
+    # Each token replaces what the last one wrote: a value is a sum of up to 64 rounded differences, each of two values.
+    check(inputs._replace(k=jnp.broadcast_to(inputs.k[:, :1], inputs.k.shape)), roundings=2 * 64)
 
 
 @pytest.mark.parametrize("beta", [0.0, 2.0])

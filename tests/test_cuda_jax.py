@@ -252,7 +252,9 @@ def test_torch_tensors_go_through_without_a_copy():
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)  # the values come late, on a stream of their own
         dtypes = [torch.bfloat16] * 3 + [torch.float32] * 3
-        tensors = [torch.from_numpy(x).cuda(non_blocking=True).to(dtype) for x, dtype in zip(host, dtypes, strict=True)]
+        tensors = [
+            torch.from_numpy(x.copy()).cuda(non_blocking=True).to(dtype) for x, dtype in zip(host, dtypes, strict=True)
+        ]
         arrays = [jax.dlpack.from_dlpack(x) for x in tensors]
     for array, tensor in zip(arrays, tensors, strict=True):
         assert array.unsafe_buffer_pointer() == tensor.data_ptr()
