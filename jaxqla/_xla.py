@@ -64,14 +64,15 @@ def forward(
     The arguments are those of `jaxqla.gated_delta`, after its checks; `g` and `beta` are float32.
     """
     layout = _Layout.of(v.shape[1], segment_ids, cu_seqlens)
-    states = _initial_states(q, v, initial_state, cu_seqlens)
+    states = _group_states(q, v, initial_state, cu_seqlens)
     if 0 in (layout.num_chunks, states.size):
         return jnp.zeros(v.shape, v.dtype), _ungroup_states(states)
     x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
     c = _Chunks.of(x)
     states, S, e = _walk(states, x, c, layout.sequence)
+    u = c.gates.beta * e
     p = c.qk[:, :, :, None] * c.decay
-    o = c.decay_in * x.dot("nbhck,nbhkrv->nbhcrv", x.q, S) + x.dot("nbhrcd,nbhdrv->nbhcrv", p, c.beta * e)
+    o = c.gates.decay_in * x.dot("nbhck,nbhkrv->nbhcrv", x.q, S) + x.dot("nbhrcd,nbhdrv->nbhcrv", p, u)
     return layout.join(_ungroup(scale * o)).astype(v.dtype), _ungroup_states(states)
 
 
@@ -102,84 +103,92 @@ def backward(
     Each has the dtype of its argument and is exactly 0 at padding. Without an initial state its gradient is None.
     """
     layout = _Layout.of(v.shape[1], segment_ids, cu_seqlens)
-    states = _initial_states(q, v, initial_state, cu_seqlens)
-    dstates = _initial_states(q, v, dfinal_state, cu_seqlens)
+    states = _group_states(q, v, initial_state, cu_seqlens)
+    dstates = _group_states(q, v, dfinal_state, cu_seqlens)
     if 0 in (layout.num_chunks, states.size):
-        zeros = (jnp.zeros(x.shape, x.dtype) for x in (q, k, v, g, beta))
-        return *zeros, None if initial_state is None else _ungroup_states(dstates)
+        dq, dk, dv, dg, dbeta = (jnp.zeros(y.shape, y.dtype) for y in (q, k, v, g, beta))
+        return dq, dk, dv, dg, dbeta, None if initial_state is None else _ungroup_states(dstates)
     x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
     c = _Chunks.of(x)
     _, S, e = _walk(states, x, c, layout.sequence)
-    u = c.beta * e
-    do = _group(layout.split(do), x.q.shape[2])
-    dread = scale * c.decay_in * do  # of Q S
-    du = scale * x.dot("nbhrcd,nbhcrv->nbhdrv", c.qk[:, :, :, None] * c.decay, do)  # what this chunk reads of it
+    a, p = (y[:, :, :, None] * c.decay for y in (c.kk, c.qk))
+    u = c.gates.beta * e
+    do = _group(layout.split(do), q.shape[2])
+    dread = scale * c.gates.decay_in * do  # of Q S
+    du = scale * x.dot("nbhrcd,nbhcrv->nbhdrv", p, do)  # through the outputs of the chunk
     dstates, dS, dwrite, de = _walk_back(dstates, x, c, layout.sequence, dread, du)
-    du += dwrite
+    derase = -c.gates.decay_in * de  # of K S
 
-    # u = diag(beta) e and e = W - A u.
-    dbeta = jnp.sum((du - x.dot("nbhrcd,nbhcrv->nbhdrv", _strictly_lower(c.kk[:, :, :, None] * c.decay), de)) * e, -1)
-    da = -_strictly_lower(x.dot("nbhcrv,nbhdrv->nbhrcd", de, u))
+    # e = V - diag(b) K S - A u, so u has a gradient through later errors too.
+    dbeta = jnp.sum((du + dwrite - x.dot("nbhrcd,nbhcrv->nbhdrv", jnp.tril(a, -1), de)) * e, axis=-1)
+    da = jnp.tril(-x.dot("nbhcrv,nbhdrv->nbhrcd", de, u), -1)
     dp = jnp.tril(scale * x.dot("nbhcrv,nbhdrv->nbhrcd", do, u))
     dkk, dqk = (jnp.sum(y * c.decay, axis=3) for y in (da, dp))
-    derase = -c.decay_in * de  # of K S
     dq = x.dot("nbhcrv,nbhkrv->nbhck", dread, S) + x.dot("nbhcd,nbhdk->nbhck", dqk, x.k)
     dk = (
         x.dot("nbhcrv,nbhkrv->nbhck", derase, S)
-        + x.dot("nbhcrv,nbhkrv->nbhck", c.decay_out * u, dS)
+        + x.dot("nbhcrv,nbhkrv->nbhck", c.gates.decay_out * u, dS)
         + x.dot("nbhcd,nbhck->nbhdk", dqk, x.q)
         + x.dot("nbhcd,nbhdk->nbhck", dkk + dkk.mT, x.k)
     )
+    if qk_l2norm:
+        dq, dk = _through_l2norm(layout.split(q), dq), _through_l2norm(layout.split(k), dk)
 
-    # Gates, by the exponents that they are part of: those of D, of b, of a and of b_C.
-    dexponent = _strictly_lower((da * c.kk[:, :, :, None] + dp * c.qk[:, :, :, None]) * c.decay)
-    read = x.dot("nbhck,nbhkrv->nbhcrv", x.q, S) * dread + x.dot("nbhck,nbhkrv->nbhcrv", x.k, S) * derase
-    dg = _sum_of_exponents(
-        dexponent,
-        jnp.sum(read, -1).mT,
-        jnp.sum(u * dwrite, -1).mT,
-        jnp.sum(c.decay_all * S * dS, (-3, -1)),
+    read, erase = (x.dot("nbhck,nbhkrv->nbhcrv", y, S) for y in (x.q, x.k))
+    dg = _through_exponents(
+        jnp.tril(da * a + dp * p, -1),
+        jnp.sum(read * dread + erase * derase, axis=-1),
+        jnp.sum(u * dwrite, axis=-1),
+        jnp.sum(c.gates.decay_all * S * dS, axis=(-3, -1)),
+    )
+    return (
+        layout.join(dq.swapaxes(2, 3)).astype(q.dtype),
+        layout.join(dk.swapaxes(2, 3)).astype(k.dtype),
+        layout.join(_ungroup(de)).astype(v.dtype),
+        layout.join(_ungroup(dg)),
+        layout.join(_ungroup(dbeta)),
+        None if initial_state is None else _ungroup_states(dstates),
     )
 
-    if qk_l2norm:
-        dq, dk = x.through_l2norm(layout, q, dq), x.through_l2norm(layout, k, dk)
-    dq, dk = (layout.join(y.swapaxes(2, 3)) for y in (dq, dk))
-    dv = layout.join(_ungroup(de))
-    dg, dbeta = (layout.join(_ungroup(y)) for y in (dg.mT, dbeta))
-    gradients = (y.astype(x.dtype) for y, x in zip((dq, dk, dv, dg, dbeta), (q, k, v, g, beta), strict=True))
-    return *gradients, None if initial_state is None else _ungroup_states(dstates)
 
+def _walk(states: Array, x: "_Inputs", c: "_Chunks", sequence: Array | None) -> tuple[Array, Array, Array]:
+    """Passes the states through the chunks.
 
-def _walk(states, x, c, sequence):
-    """Passes the states through the chunks: final states; the state that enters each chunk, and its errors."""
+    Returns the final states and, for each chunk, the state that enters it and its errors `e`.
+    """
 
     def step(states, chunk):
-        k, v, c, sequence = chunk
+        k, v, inverse, gates, sequence = chunk
         S = _read(states, sequence)
-        e = x.dot("bhrcd,bhdrv->bhcrv", c.inverse, v - c.decay_in * x.dot("bhck,bhkrv->bhcrv", k, S))
-        S_next = c.decay_all * S + x.dot("bhck,bhcrv->bhkrv", k, c.decay_out * c.beta * e)
+        e = x.dot("bhrcd,bhdrv->bhcrv", inverse, v - gates.decay_in * x.dot("bhck,bhkrv->bhcrv", k, S))
+        S_next = gates.decay_all * S + x.dot("bhck,bhcrv->bhkrv", k, gates.decay_out * gates.beta * e)
         return _write(states, sequence, S_next), (S.astype(x.operand), e)
 
-    states, (S, e) = lax.scan(step, states, (x.k, x.v, c.of_walk(), sequence))
+    states, (S, e) = lax.scan(step, states, (x.k, x.v, c.inverse, c.gates, sequence))
     return states, S, e
 
 
-def _walk_back(dstates, x, c, sequence, dread, du):
-    """Passes the cotangents of the states back: of the initial states; of the state that leaves each chunk, of the
-    updates through that state, and of the errors."""
-    qk = jnp.concatenate([x.q, x.k], axis=3)
+def _walk_back(
+    dstates: Array, x: "_Inputs", c: "_Chunks", sequence: Array | None, dread: Array, du: Array
+) -> tuple[Array, Array, Array, Array]:
+    """Passes the cotangents of the states back through the chunks.
+
+    Returns those of the initial states and, for each chunk, those of the state that leaves it, of `u` through that
+    state, and of `e`.
+    """
+    C = x.q.shape[3]
 
     def step(dstates, chunk):
-        qk, c, sequence, dread, du = chunk
-        k = qk[:, :, x.k.shape[3] :]
+        qk, inverse, gates, sequence, dread, du = chunk
         dS = _read(dstates, sequence)
-        dwrite = c.decay_out * x.dot("bhck,bhkrv->bhcrv", k, dS)
-        de = x.dot("bhrcd,bhcrv->bhdrv", c.inverse, c.beta * (du + dwrite))
-        dreads = jnp.concatenate([dread, -c.decay_in * de], axis=2)
-        dS_before = c.decay_all * dS + x.dot("bhck,bhcrv->bhkrv", qk, dreads)
+        dwrite = gates.decay_out * x.dot("bhck,bhkrv->bhcrv", qk[:, :, C:], dS)
+        de = x.dot("bhrcd,bhcrv->bhdrv", inverse, gates.beta * (du + dwrite))
+        dreads = jnp.concatenate([dread, -gates.decay_in * de], axis=2)
+        dS_before = gates.decay_all * dS + x.dot("bhck,bhcrv->bhkrv", qk, dreads)
         return _write(dstates, sequence, dS_before), (dS.astype(x.operand), dwrite, de)
 
-    chunks = (qk, c.of_walk(), sequence, dread, du)
+    qk = jnp.concatenate([x.q, x.k], axis=3)
+    chunks = (qk, c.inverse, c.gates, sequence, dread, du)
     dstates, (dS, dwrite, de) = lax.scan(step, dstates, chunks, reverse=True)
     return dstates, dS, dwrite, de
 
@@ -221,52 +230,65 @@ class _Inputs:
         rounded = functools.partial(product, precision=lax.DotAlgorithmPreset.BF16_BF16_F32)
         return lax.platform_dependent(a, b, cpu=product, default=rounded)
 
-    def through_l2norm(self, layout, y: Array, dy: Array) -> Array:
-        """The gradient of `y` from that of its normalised form, `NC B H C K`."""
-        y = layout.split(y).swapaxes(2, 3).astype(jnp.float32)
-        return jax.vjp(_math.l2norm, y)[1](dy)[0]
 
+class _Gates(NamedTuple):
+    """Factors of the rows of a chunk, and of its state."""
 
-class _Chunks(NamedTuple):
-    """What the inputs say of each chunk, before its state is known. In the order of the module's equations."""
-
-    decay: Float[Array, "NC B H R C C"] | None  # D
-    kk: Float[Array, "NC B H C C"] | None
-    qk: Float[Array, "NC B H C C"] | None
-    inverse: Float[Array, "NC B H R C C"]  # (I + A diag(beta))^-1
     beta: Float[Array, "NC B H C R 1"]
     decay_in: Float[Array, "NC B H C R 1"]  # b
     decay_out: Float[Array, "NC B H C R 1"]  # a
     decay_all: Float[Array, "NC B H 1 R 1"]  # b_C
 
+
+class _Chunks(NamedTuple):
+    """What the inputs say of each chunk, before its state is known."""
+
+    decay: Float[Array, "NC B H R C C"]  # D
+    kk: Float[Array, "NC B H C C"]
+    qk: Float[Array, "NC B H C C"]
+    inverse: Float[Array, "NC B H R C C"]  # (I + A diag(beta))^-1
+    gates: _Gates
+
     @staticmethod
     def of(x: _Inputs) -> "_Chunks":
         exponents = _exponents(x.g.mT)
         decay = jnp.tril(jnp.exp(exponents))
-        decay_in = jnp.exp(jnp.cumsum(x.g, axis=-2))[..., None]
         kk, qk = (x.dot("nbhck,nbhdk->nbhcd", y, x.k) for y in (x.k, x.q))
-        a = _strictly_lower(kk[:, :, :, None] * decay)
-        inverse = _inverse(a * x.beta.mT[..., None, :]).astype(x.operand)
+        inverse = _inverse(jnp.tril(kk[:, :, :, None] * decay * x.beta.mT[..., None, :], -1))
+        decay_in = jnp.exp(jnp.cumsum(x.g, axis=-2))[..., None]
         decay_out = jnp.exp(exponents[..., -1, :]).mT[..., None]
-        return _Chunks(decay, kk, qk, inverse, x.beta[..., None], decay_in, decay_out, decay_in[..., -1:, :, :])
-
-    def of_walk(self) -> "_Chunks":
-        """Only what a walk over the chunks reads."""
-        return self._replace(decay=None, kk=None, qk=None)
+        gates = _Gates(x.beta[..., None], decay_in, decay_out, decay_in[..., -1:, :, :])
+        return _Chunks(decay, kk, qk, inverse.astype(x.operand), gates)
 
 
 def _exponents(g: Float[Array, "*heads C"]) -> Float[Array, "*heads C C"]:
     """Sums of the log gates after token `j` (last axis) up to token `i`; 0 for `i <= j`."""
-    after = _strictly_lower(jnp.broadcast_to(g[..., None], (*g.shape, g.shape[-1])))
-    return _full_precision("ij,...jk->...ik", _ones_below(g.shape[-1]), after)
+    after = jnp.tril(jnp.broadcast_to(g[..., None], (*g.shape, g.shape[-1])), -1)
+    return _full_precision("ij,...jk->...ik", _ones_up_to(g.shape[-1]), after)
 
 
-def _sum_of_exponents(dexponents, din, dout, dall):
-    """The gradient of each gate, from those of all exponents that it is in: of D, of b, of a and of b_C."""
-    # The exponents of `a` are those of the last token's row.
-    dexponents = dexponents.at[..., -1, :].add(dout)
-    below = _full_precision("ij,...ik->...jk", _ones_below(din.shape[-1]), dexponents)
-    return jnp.sum(_strictly_lower(below), -1) + lax.cumsum(din, axis=din.ndim - 1, reverse=True) + dall[..., None]
+def _through_exponents(
+    ddecay: Float[Array, "*heads R C C"],
+    din: Float[Array, "*heads C R"],
+    dout: Float[Array, "*heads C R"],
+    dall: Float[Array, "*heads R"],
+) -> Float[Array, "*heads C R"]:
+    """Gradients of the log gates from those of the exponents in D, b, a and b_C."""
+    # The exponents of `a` are those of the last row of D.
+    ddecay = ddecay.at[..., -1, :].add(dout.mT)
+    later = _full_precision("ij,...ik->...jk", _ones_up_to(ddecay.shape[-1]), ddecay)
+    dg = jnp.sum(jnp.tril(later, -1), axis=-1).mT
+    return dg + lax.cumsum(din, axis=din.ndim - 2, reverse=True) + dall[..., None, :]
+
+
+def _ones_up_to(size: int) -> np.ndarray:
+    return np.tril(np.ones((size, size), np.float32))
+
+
+def _through_l2norm(x: Float[Array, "NC B C H K"], dy: Float[Array, "NC B H C K"]) -> Float[Array, "NC B H C K"]:
+    """The gradient of `x` from that of its normalised form, in float32."""
+    _, vjp = jax.vjp(_math.l2norm, x.swapaxes(2, 3).astype(jnp.float32))
+    return vjp(dy)[0]
 
 
 def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
@@ -299,14 +321,6 @@ def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
 _full_precision = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
-def _ones_below(size: int) -> np.ndarray:
-    return np.tril(np.ones((size, size), np.float32))
-
-
-def _strictly_lower(x: Array) -> Array:
-    return jnp.tril(x, -1)
-
-
 # -- heads and states --------------------------------------------------------------------------------------------------
 
 
@@ -318,7 +332,7 @@ def _ungroup(x: Float[Array, "NC B H C R *W"]) -> Float[Array, "NC B C HV *W"]:
     return jnp.moveaxis(x, 2, 3).reshape(*x.shape[:2], x.shape[3], x.shape[2] * x.shape[4], *x.shape[5:])
 
 
-def _initial_states(q, v, states: Float[Array, "N HV K V"] | None, cu_seqlens) -> Float[Array, "N H K R V"]:
+def _group_states(q, v, states: Float[Array, "N HV K V"] | None, cu_seqlens) -> Float[Array, "N H K R V"]:
     """States by key head, zero where there are none."""
     B, _, H, K = q.shape
     HV, V = v.shape[2:]
@@ -345,6 +359,16 @@ def _write(states, sequence, S):
 # -- from tokens to chunks and back ------------------------------------------------------------------------------------
 
 
+class _Slots(NamedTuple):
+    """With `cu_seqlens`, of each chunk: its sequence, its tokens, which of those are its own; of each token: its place
+    among those of all chunks."""
+
+    sequence: Int[Array, " NC"]
+    tokens: Int[Array, "NC C"]
+    own: Bool[Array, "NC C"]
+    places: Int[Array, " T"]
+
+
 @dataclass(frozen=True)
 class _Layout:
     """Where the tokens of a call are in its chunks, `NC B C`; with `cu_seqlens`, `B` is 1."""
@@ -355,11 +379,11 @@ class _Layout:
     # Of the tokens: which are none of padding, and which of them start from a state of zero.
     valid: Bool[Array, "B T"] | None = None
     resets: Bool[Array, "B T"] | None = None
-    # With cu_seqlens, of each chunk: its sequence, its tokens, which of those are its own; of each token: its place.
-    sequence: Int[Array, " NC"] | None = None
-    tokens: Int[Array, "NC C"] | None = None
-    own: Bool[Array, "NC C"] | None = None
-    places: Int[Array, " T"] | None = None
+    slots: "_Slots | None" = None
+
+    @property
+    def sequence(self) -> Int[Array, " NC"] | None:
+        return None if self.slots is None else self.slots.sequence
 
     @staticmethod
     def of(T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> "_Layout":
@@ -382,24 +406,24 @@ class _Layout:
         N = len(cu_seqlens) - 1
         if 0 in (T, N):
             return _Layout(T, size, 0)
-        # Slots of the chunks of sequence n start at first[n]: T // size + N are enough, whatever the boundaries.
+        # The chunks of sequence n are those from first[n] on: T // size + N suffice, whatever the boundaries.
         first = cu_seqlens[:-1] // size + np.arange(N, dtype=np.int32)
         num_chunks = T // size + N
-        slots = np.arange(num_chunks, dtype=np.int32)
-        sequence = _last_at_or_before(first, slots)
-        tokens = (cu_seqlens[sequence] + (slots - first[sequence]) * size)[:, None] + np.arange(size, dtype=np.int32)
+        chunks = np.arange(num_chunks, dtype=np.int32)
+        sequence = _last_at_or_before(first, chunks)
+        tokens = (cu_seqlens[sequence] + (chunks - first[sequence]) * size)[:, None] + np.arange(size, dtype=np.int32)
         own = tokens < cu_seqlens[sequence + 1][:, None]
         positions = np.arange(T, dtype=np.int32)
         of_token = _last_at_or_before(cu_seqlens[:-1], positions)
         places = first[of_token] * size + positions - cu_seqlens[of_token]
-        valid = (positions < cu_seqlens[-1])[None]
-        return _Layout(T, size, num_chunks, valid, None, sequence, tokens, own, places)
+        valid = (cu_seqlens[-1] > positions)[None]
+        return _Layout(T, size, num_chunks, valid, slots=_Slots(sequence, tokens, own, places))
 
     def split(self, x: Shaped[Array, "B T *W"]) -> Shaped[Array, "NC B C *W"]:
         """Tokens to chunks, with zeros where there is no token and at padding, whatever that holds."""
-        if self.tokens is not None:
-            x = jnp.take(x[0], self.tokens, axis=0, mode="clip")
-            return _keep(self.own, x)[:, None]
+        if self.slots is not None:
+            x = jnp.take(x[0], self.slots.tokens, axis=0, mode="clip")
+            return _keep(self.slots.own, x)[:, None]
         if self.valid is not None:
             x = _keep(self.valid, x)
         B, T = x.shape[:2]
@@ -409,7 +433,10 @@ class _Layout:
     def join(self, x: Shaped[Array, "NC B C *W"]) -> Shaped[Array, "B T *W"]:
         """Chunks to tokens, with zeros at padding."""
         x = x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])
-        x = x[:, : self.num_tokens] if self.places is None else jnp.take(x, self.places, axis=1, mode="clip")
+        if self.slots is None:
+            x = x[:, : self.num_tokens]
+        else:
+            x = jnp.take(x, self.slots.places, axis=1, mode="clip")
         return x if self.valid is None else _keep(self.valid, x)
 
 
