@@ -29,8 +29,8 @@ ROUNDINGS = {
 SLACK = 2
 # Where the truth is smaller, float32 has not all of its digits, so an error counts as if it were this.
 SMALLEST = float(np.finfo(np.float32).tiny / np.finfo(np.float32).eps)
-# Sums of a hundred float32 terms, one after the other, in a chain of products.
-FLOAT32_LIMIT = 1e-5
+# 32 eps: sums of a hundred terms, and those of a chain of products.
+FLOAT32_LIMIT = 4e-6
 
 
 def limit(dtype: Any, what: str, roundings: int = 0) -> float:
