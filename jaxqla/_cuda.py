@@ -49,7 +49,7 @@ def forward(
     """
     if qk_l2norm:
         q, k = _math.l2norm(q), _math.l2norm(k)
-    packed = pack(v.shape[:2], segment_ids, cu_seqlens)
+    packed = pack(*v.shape[:2], segment_ids, cu_seqlens)
     q, k, v_rows, g, beta = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta))
     a, g_cum = chunk_inverse(k, g, beta, packed, kernel=inverse_kernel)
     o, final_state = fused_forward(
@@ -67,9 +67,8 @@ def forward(
     return o.reshape(v.shape), final_state if return_final_state else None
 
 
-def pack(rows: tuple[int, int], segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> Packed:
-    """Gives the sequences of `rows = (B, T)` as boundaries of one packed row, and the flags of its tokens."""
-    B, T = rows
+def pack(B: int, T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> Packed:
+    """Gives the sequences of B rows of T tokens as boundaries of one packed row, and the flags of its tokens."""
     if cu_seqlens is None:
         cu_seqlens = jnp.asarray(np.arange(B + 1, dtype=np.int32) * np.int32(T))
     if segment_ids is None:
@@ -104,7 +103,7 @@ def chunk_inverse(
     """
     NT, HV = g.shape
     NC = NT // CHUNK + packed.cu_seqlens.shape[0] - 1
-    return _launch.launch(
+    a, g_cum = _launch.launch(
         kernel,
         (k, g, beta, *packed),
         (
@@ -112,6 +111,7 @@ def chunk_inverse(
             jax.ShapeDtypeStruct((NC, HV, CHUNK), jnp.float32),
         ),
     )
+    return a, g_cum
 
 
 def fused_forward(
@@ -133,10 +133,13 @@ def fused_forward(
     state = (HV, k.shape[-1], V)
     if initial_state is None:
         initial_state = jnp.zeros((0, *state), jnp.float32)
-    final_state = jax.ShapeDtypeStruct((N if return_final_state else 0, *state), jnp.float32)
-    return _launch.launch(
+    o, final_state = _launch.launch(
         kernel,
         (q, k, v, a, g_cum, *packed, initial_state),
-        (jax.ShapeDtypeStruct(v.shape, v.dtype), final_state),
+        (
+            jax.ShapeDtypeStruct(v.shape, v.dtype),
+            jax.ShapeDtypeStruct((N if return_final_state else 0, *state), jnp.float32),
+        ),
         scalars={"scale": np.float32(scale)},
     )
+    return o, final_state

@@ -58,7 +58,7 @@ def _gated_delta(options, *arrays):
 
 def _gated_delta_fwd(options, *arrays):
     # The call is the differentiable one, so that a gradient of a gradient finds a rule here too.
-    o, final_state = _gated_delta(options, *arrays)
+    o, final_state = _gated_delta(options, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
     o = checkpoint_name(o, OUTPUT_NAME)
     if final_state is not None:
         final_state = checkpoint_name(final_state, FINAL_STATE_NAME)
@@ -66,7 +66,7 @@ def _gated_delta_fwd(options, *arrays):
 
 
 def _gated_delta_bwd(options, arrays, cotangents):
-    gradients = _gradients(options, *arrays, *cotangents)
+    gradients: Any = _gradients(options, *arrays, *cotangents)
     # Integers have no gradient, which None says for whatever tangent type they have.
     return (*gradients, None, None)
 
@@ -200,7 +200,8 @@ def _second_order_body(options, *arrays):
     segment_ids, cu_seqlens = primals[_SEGMENT_IDS], primals[_CU_SEQLENS]
 
     def backward(*floats):
-        return _backward_body(options, *floats[:_SEGMENT_IDS], segment_ids, cu_seqlens, *floats[_SEGMENT_IDS:])
+        arrays: list[Any] = [*floats[:_SEGMENT_IDS], segment_ids, cu_seqlens, *floats[_SEGMENT_IDS:]]
+        return _backward_body(options, *arrays)
 
     _, vjp = jax.vjp(backward, *primals[:_SEGMENT_IDS], *primals[_CU_SEQLENS + 1 :])
     return vjp(tuple(cotangents))

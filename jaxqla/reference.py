@@ -62,13 +62,13 @@ def gated_delta(
 
     Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", ICLR 2025, equation 10.
     """
-    if jnp.dtype(dtype).itemsize > 4 and not jax.config.jax_enable_x64:
+    if jax.dtypes.canonicalize_dtype(dtype) != jnp.dtype(dtype):
         raise ValueError(f"reference.gated_delta: dtype must be enabled by jax_enable_x64, got {jnp.dtype(dtype).name}")
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("reference.gated_delta: cu_seqlens must come without segment_ids, got both")
     B, T, H, K = q.shape
     HV, V = v.shape[2:]
-    scale = K**-0.5 if scale is None else scale
+    factor = K**-0.5 if scale is None else scale
 
     # A token's slot is the state it works on, where a row has several; one more state is there for padding.
     slots, valid = None, jnp.ones((B, T), bool)
@@ -101,7 +101,7 @@ def gated_delta(
         S = jnp.exp(g)[..., None, None] * S
         u = beta[..., None] * (v - jnp.einsum("bhkv,bhk->bhv", S, k, precision=HIGHEST))
         S = S + k[..., :, None] * u[..., None, :]
-        o = scale * jnp.einsum("bhkv,bhk->bhv", S, q, precision=HIGHEST)
+        o = factor * jnp.einsum("bhkv,bhk->bhv", S, q, precision=HIGHEST)
         states = S if slot is None else states.at[slot].set(S[0])
         return (states, last_id), o
 

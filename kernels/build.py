@@ -1,8 +1,8 @@
 """Builds the kernels of the table and the FFI library: `python -m kernels.build`. Needs no GPU.
 
-Writes into jaxqla/lib one SASS cubin a kernel, launch_table.txt (what ffi/ reads), manifest.json (what jaxqla reads, and how each
-file came about) and libjaxqla_ffi.so. A kernel is built again only when its key changes: the text of its builder's modules and of the
-CUDA sources beside them, its options, the tools' versions.
+Writes into jaxqla/lib one SASS cubin a kernel, launch_table.txt (what ffi/ reads), manifest.json (what jaxqla reads,
+and how each file came about) and libjaxqla_ffi.so. A kernel is built again only when its key changes: the text of its
+builder's modules and of the CUDA sources beside them, its options, the tools' versions.
 """
 
 import argparse
@@ -97,7 +97,7 @@ def _imports(path: Path, package: str) -> set[str]:
 
 
 def source_files(builder: str) -> list[Path]:
-    """The files a builder `package.module:function` is made of: its modules of that package, and CUDA sources beside them."""
+    """The files a builder `package.module:function` is made of: modules of that package, CUDA sources beside them."""
     module = builder.partition(":")[0]
     package = module.partition(".")[0]
     waiting, found = [module, *BUILD_MODULES], dict[str, Path]()
@@ -332,7 +332,7 @@ def build(
     force: bool = False,
     keep: Path | None = None,
 ) -> dict[str, Any]:
-    """Builds what is out of date and writes the outputs; gives the names built, as `built`, and what failed, as `failed`."""
+    """Builds what is out of date and writes the outputs; gives the names `built` and what `failed`, and why."""
     names = [kernel.name for kernel in table]
     if len(set(names)) != len(names):
         raise BuildError(f"kernel names must be unique, got {sorted(names)}")

@@ -1,8 +1,8 @@
 """What the launcher must know of a kernel, and the text form in which it reads it.
 
-The text is one record a line, fields apart by blanks; a kernel starts at `kernel` and stops at `end`. An expression is one field in
-postfix form, its terms apart by commas: integers, dimension names, and the operators of OPERATORS. Format version, first line:
-`jaxqla-launch-table VERSION`. The reader is ffi/launch_table.cc.
+The text is one record a line, fields apart by blanks; a kernel starts at `kernel` and stops at `end`. An expression is
+one field in postfix form, its terms apart by commas: integers, dimension names, and the operators of OPERATORS. Format
+version, first line: `jaxqla-launch-table VERSION`. The reader is ffi/launch_table.cc.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """A recipe of cuTensorMapEncodeTiled; axes innermost first, strides in bytes and one fewer than axes, enums as the driver's numbers."""
+    """A recipe of cuTensorMapEncodeTiled: axes innermost first, strides in bytes and one fewer, enums as numbers."""
 
     name: str
     buffer: str
@@ -64,7 +64,7 @@ class TensorMap:
 
 @dataclass(frozen=True)
 class Param:
-    """One parameter of the device function: kind `map`, `buffer` or `scalar` names a record; `int32` and `int64` carry an expression."""
+    """One parameter of the kernel: `map`, `buffer` or `scalar` names a record, `int32` or `int64` has an expression."""
 
     kind: str
     value: str

@@ -1,4 +1,4 @@
-"""Lowers one kernel of the table with TileLang, on any machine, and reads the launch facts from the lowered host function."""
+"""Lowers one kernel of the table with TileLang, on any machine, and reads from its host function how to launch it."""
 
 import contextlib
 import importlib
@@ -98,7 +98,7 @@ def _read_launch(kernel: Any, prim_func: Any, device: Any, host: Any) -> Launch:
     attrs = dict(device.attrs.items())
     if "l2_persistent_map" in dict(host.attrs.items()):
         raise LoweringError("L2 persistence windows are not in the launch table")
-    extent = {tag: value for tag, value in attrs.get("thread_extent", {}).items()}
+    extent = dict(attrs.get("thread_extent", {}).items())
     grid = tuple(_postfix(extent.get(f"blockIdx.{axis}", 1), names) for axis in AXES)
     block = tuple(int(extent.get(f"threadIdx.{axis}", 1)) for axis in AXES)
     cluster = tuple(int(x) for x in attrs.get("cluster_dims", (1, 1, 1)))

@@ -38,7 +38,8 @@ def _offsets(body: str, name: str) -> Iterator[str]:
 
 
 def _fits_32_bits(buffer: Buffer) -> bool:
-    # An axis is below 2^31 (the launcher checks it), so one axis needs no more; several do unless all are constant and small.
+    # An axis is below 2^31 (the launcher checks it), so one axis needs no more; several do unless all are constant and
+    # small.
     if len(buffer.shape) == 1:
         return True
     size = 1
