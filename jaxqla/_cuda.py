@@ -49,7 +49,8 @@ def forward(
     """
     if qk_l2norm:
         q, k = _math.l2norm(q), _math.l2norm(k)
-    packed = pack(*v.shape[:2], segment_ids, cu_seqlens)
+    B, T = v.shape[:2]
+    packed = pack(B, T, segment_ids, cu_seqlens)
     q, k, v_rows, g, beta = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v, g, beta))
     a, g_cum = chunk_inverse(k, g, beta, packed, kernel=inverse_kernel)
     o, final_state = fused_forward(
