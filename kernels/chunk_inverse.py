@@ -68,8 +68,6 @@ def chunk_inverse(dtype: str, K: int = 128):
         with T.Kernel(NC, H, threads=THREADS) as (slot, key_head):
             T.import_source(CUDA_SOURCE)
             T.annotate_min_blocks_per_sm(BLOCKS_PER_SM)
-            # The fused kernel may start on the multiprocessors that this one leaves; it waits for the rest.
-            T.pdl_trigger()
             tx = T.get_thread_binding()
             sequence = T.alloc_var(i32)
             start = T.alloc_var(i32)

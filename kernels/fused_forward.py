@@ -90,7 +90,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
             T.clear(S)
         T.copy(S, S_operand)
         T.clear(O)
-        T.pdl_sync()
         for i in T.serial(item.num_chunks):
             st = i % num_stages
             phase = (i // num_stages) % 2
@@ -183,7 +182,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
         left = T.alloc_var(i32)
         num_cut = T.alloc_var(i32)
         num_cut = 0
-        T.pdl_sync()
         for i in T.serial(item.num_chunks):
             st = i % num_stages
             left = item.start + i * C
@@ -213,7 +211,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
         """One warp: gam = exp2(g), gam * scale and gam_C / gam of each token."""
         g = T.alloc_local((2,), f32)
         g_last = T.alloc_var(f32)
-        T.pdl_sync()
         for i in T.unroll(item.num_chunks, unroll_factor=1):
             st = i % num_stages
             for part in T.unroll(2):
@@ -230,7 +227,6 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
     @T.macro
     def store_outputs(o, cu_seqlens, item, tiles, barriers):
         """One warp. The first hand-over is empty: a chunk's output goes out while the state works on the next one."""
-        T.pdl_sync()
         for i in T.serial(item.num_chunks + 1):
             T.barrier_wait(barriers.o_written, i % 2)
             if i > 0:
