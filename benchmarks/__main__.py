@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -81,7 +82,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--out", type=Path, default=RESULTS / "latest.jsonl", help="file of lines (default: latest.jsonl)"
     )
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     options.direction = options.direction or ["forward"]
     if not options.preset and not options.rows:
         options.preset = "issue"
@@ -232,7 +233,8 @@ def measured(
                     bar.write(f"{row.name:>18} {direction} {case.implementation.name:>10} "
                               f"{line['timing']['median_ms']:.4f} ms {line.get('errors', '')}")  # fmt: skip
                 except Exception as error:
-                    line = {"error": f"{type(error).__name__}: {str(error)[:500]}"}
+                    where = [f"{x.filename}:{x.lineno}" for x in traceback.extract_tb(error.__traceback__)[-4:]]
+                    line = {"error": f"{type(error).__name__}: {str(error)[:500]}", "where": where}
                     bar.write(f"{row.name:>18} {direction} {case.implementation.name:>10} {line['error'][:150]}")
                 yield case, line
             bar.update()
