@@ -222,12 +222,16 @@ class _Inputs:
 
     def dot(self, axes: str, a: Array, b: Array) -> Array:
         """Products of matrices, summed in float32."""
+
+        def product(a: Array, b: Array) -> Array:
+            return jnp.einsum(axes, a, b, preferred_element_type=jnp.float32)
+
+        def rounded(a: Array, b: Array) -> Array:
+            return product(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16))
+
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        product = functools.partial(jnp.einsum, axes)
         if self.operand != jnp.bfloat16:
             return product(a, b)
-        # Asked for in this way the operands stay float32 where it is differentiated.
-        rounded = functools.partial(product, precision=lax.DotAlgorithmPreset.BF16_BF16_F32)
         return lax.platform_dependent(a, b, cpu=product, default=rounded)
 
 

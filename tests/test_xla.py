@@ -1,5 +1,6 @@
 """Is the plain path right? Judged by the float64 oracle on the same inputs: results and every gradient."""
 
+import collections
 import functools
 import re
 
@@ -141,23 +142,24 @@ def test_identical_keys():
 
 
 def test_no_exponent_is_positive(monkeypatch):
-    largest = []
     exp = jnp.exp
 
-    def recording(x):
-        largest.append(float(jnp.max(x)))
-        return exp(x)
-
-    monkeypatch.setattr(jnp, "exp", recording)
-    for gates in ("softplus", -1e4, mixed_gates()):
-        inputs = make(gates=gates)
+    @jax.jit
+    def largest(inputs):
+        exponents = []
+        monkeypatch.setattr(jnp, "exp", lambda x: exponents.append(jnp.max(x)) or exp(x))
         layout = _xla._Layout.of(SIZES["T"], None, None)
         _xla._Chunks.of(_xla._Inputs.of(layout, *inputs[:5], False))
-    assert len(largest) == 9
-    assert max(largest) == 0
+        monkeypatch.undo()
+        return jnp.stack(exponents)
+
+    for gates in ("softplus", -1e4, mixed_gates()):
+        exponents = largest(make(gates=gates))
+        assert len(exponents) == 3
+        assert max(exponents) == 0
 
 
-@pytest.mark.parametrize("size", [1, 5, 8, 16, 64])
+@pytest.mark.parametrize("size", [1, 5, 8, 32, 64])
 def test_the_inverse_of_a_chunk(size):
     rng = np.random.default_rng(0)
     k = rng.standard_normal((3, 2, size, 32)) * [[[[1]]], [[[0.1]]], [[[0]]]] + rng.standard_normal((3, 2, 1, 32))
@@ -172,7 +174,7 @@ def test_the_inverse_of_a_chunk(size):
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("T", [1, 3, 9, 17, 64, 65])
+@pytest.mark.parametrize("T", [1, 3, 9, 17, 65])
 def test_lengths(T):
     check(make(B=3, T=T))
 
@@ -422,13 +424,32 @@ def test_memory_of_the_backward_is_a_few_arrays_of_tokens_and_two_states_a_chunk
     assert 1024 < slope < 32 * 128 * 4
 
 
+def products(function, platform, *arguments):
+    """How many products of which operands a program has; those of the highest precision apart."""
+    text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+    lines = [line for line in text.splitlines() if "dot_general" in line]
+    operands = (" ".join(re.findall(r"x(\w+)>", line)[:2]) for line in lines)
+    highest = (" HIGHEST" if "HIGHEST" in line else "" for line in lines)
+    return collections.Counter(a + b for a, b in zip(operands, highest, strict=True))
+
+
 def test_accelerators_multiply_bfloat16():
     inputs = jax.eval_shape(lambda: make(dtype="bfloat16"))
-    call = jax.jit(functools.partial(_xla.forward, scale=1.0, qk_l2norm=False))
-    text = call.trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
-    products = re.findall(r"dot_general.*", text)
-    assert products
-    for product in products:
-        assert "lhs_precision_type = bf16" in product or "precision = [HIGHEST, HIGHEST]" in product
-    assert sum("bf16" in product for product in products) == 7
-    assert "algorithm" not in call.trace(*inputs).lower(lowering_platforms=("cpu",)).as_text()
+    forward = functools.partial(_xla.forward, scale=1.0, qk_l2norm=False)
+    for platform, name in (("cuda", "bf16 bf16"), ("tpu", "bf16 bf16"), ("cpu", "f32 f32")):
+        # Those of the highest precision are sums of gates and the inverse.
+        assert products(forward, platform, *inputs) == {name: 7, "f32 f32 HIGHEST": 7}
+
+
+def test_gradients_of_the_backward_lower_for_cuda_with_operands_of_one_dtype():
+    inputs = jax.eval_shape(lambda: make(dtype="bfloat16"))
+
+    def second(do, dstate, *floats):
+        def backward(*floats):
+            return _xla.backward(*floats, None, None, do, dstate, scale=1.0, qk_l2norm=True)
+
+        gradients, vjp = jax.vjp(backward, *floats)
+        return vjp(gradients)
+
+    kinds = products(second, "cuda", inputs.v, inputs.initial_state, *inputs[:6])
+    assert set(kinds) == {"bf16 bf16", "f32 f32", "f32 f32 HIGHEST"}
