@@ -428,7 +428,7 @@ def products(function, platform, *arguments):
     """How many products of which operands a program has; those of the highest precision apart."""
     text = jax.jit(function).trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
     lines = [line for line in text.splitlines() if "dot_general" in line]
-    operands = (" ".join(re.findall(r"x(\w+)>", line)[:2]) for line in lines)
+    operands = (" ".join(re.findall(r"x([a-z]\w+)>", line)[:2]) for line in lines)
     highest = (" HIGHEST" if "HIGHEST" in line else "" for line in lines)
     return collections.Counter(a + b for a, b in zip(operands, highest, strict=True))
 
