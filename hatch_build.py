@@ -7,10 +7,15 @@ from pathlib import Path
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIB = Path("jaxqla", "lib")
-# The oldest glibc that the library's symbols need, and the only platform there are kernels for.
-TAG = "py3-none-manylinux_2_28_x86_64"
+# The only platform there are kernels for, and what its oldest systems (RHEL 9, Ubuntu 22.04) have.
+TAG = "py3-none-manylinux_2_34_x86_64"
+NEWEST = {"GLIBC": "2.34", "GLIBCXX": "3.4.29", "CXXABI": "1.3.13", "GCC": "12.0.0"}
 # The FFI interface of the oldest jaxlib supported: a handler built against a newer one is refused by older ones.
 FFI_API = [0, 3]
+
+
+def _parts(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -32,6 +37,9 @@ class CustomBuildHook(BuildHookInterface):
         manifest = json.loads(manifest_path.read_text())
         if manifest["ffi"]["api"] != FFI_API:
             raise RuntimeError(f"wheel: the library must be built for FFI API {FFI_API}, got {manifest['ffi']['api']}")
+        needs = manifest["ffi"]["needs"]
+        if newer := {name: x for name, x in needs.items() if _parts(x) > _parts(NEWEST[name])}:
+            raise RuntimeError(f"wheel: the library must need nothing newer than {NEWEST} for {TAG}, got {newer}")
         names = [manifest["ffi"]["library"], "launch_table.txt", "manifest.json"]
         names += [kernel["cubin"] for kernel in manifest["kernels"].values()]
         build_data["pure_python"] = False

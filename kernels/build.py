@@ -49,8 +49,6 @@ CXX_OPTIONS = [
     "-shared",
     "-fvisibility=hidden",
     "-fvisibility-inlines-hidden",
-    "-static-libstdc++",
-    "-static-libgcc",
     "-Wall",
     "-Wextra",
     "-Werror",
@@ -269,6 +267,7 @@ def build_library(out: Path, previous: dict[str, Any], *, force: bool = False) -
         "api": list(api),
         "jaxlib": importlib.metadata.version("jaxlib"),
         "cxx": toolchain.cxx_version(),
+        "needs": toolchain.symbol_versions(out / LIBRARY),
     }
 
 

@@ -82,6 +82,15 @@ def cxx_version() -> str:
     return run([find_cxx(), "--version"]).splitlines()[0]
 
 
+def symbol_versions(library: Path) -> dict[str, str]:
+    """The newest version of each set of symbols (GLIBC, GLIBCXX, ...) that a library needs of the system."""
+    newest: dict[str, tuple[int, ...]] = {}
+    for name, version in re.findall(r"\((GLIBC|GLIBCXX|CXXABI|GCC)_([\d.]+)\)", run(["objdump", "-T", str(library)])):
+        parts = tuple(map(int, version.split(".")))
+        newest[name] = max(newest.get(name, ()), parts)
+    return {name: ".".join(map(str, parts)) for name, parts in sorted(newest.items())}
+
+
 def _match(pattern: str, text: str) -> str:
     if found := re.search(pattern, text):
         return found[1]
