@@ -15,7 +15,7 @@ SHELL := /bin/bash
 OLDEST_JAX := 0.10.2
 CXX_FILES := $(shell find ffi kernels -name "*.cc" -o -name "*.h" -o -name "*.cuh" 2>/dev/null)
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
-STEP := .ci/step
+STEP := $(CURDIR)/.ci/step
 PIP := -m pip install --quiet --disable-pip-version-check
 
 PYTHON ?=

@@ -38,10 +38,10 @@ def gated_delta(
     Letters: `B` rows of `T` tokens, `H` heads of `q` and `k`, `HV` heads of `v`, widths `K` and `V`, `N` sequences:
     `N = B`, or one less than the length of `cu_seqlens`. (`jax.nn` uses `N`, `H` and `K` for other things.)
 
-    Numerics: the state, the gates, their cumulative sums and every accumulation are float32. Matrix products take
-    their operands in the dtype of `q`, `k` and `v`. Tokens are computed in chunks of 64; no exponent is ever positive,
-    so strong decay cannot overflow. Results are deterministic. A float32 product has the precision of
-    `jax.default_matmul_precision`.
+    Numerics: the state, the gates, their cumulative sums and every accumulation are float32. Tokens are
+    computed in chunks of 64; no exponent is ever positive, so strong decay cannot overflow. Results are deterministic.
+    Kernels, and plain JAX on accelerators with bfloat16, multiply operands in the dtype of `q`, `k` and `v`; plain JAX
+    with float16 or float32 in float32, at the precision of `jax.default_matmul_precision` on accelerators.
 
     Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `remat`, `scan`. Forward
     mode (`jvp`) raises. The inputs are the only residuals of the forward. In a policy of `jax.checkpoint` the results
