@@ -13,6 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxqla import _math
 
 LIB = Path(__file__).with_name("lib")
 TARGET = "jaxqla_launch_v1"
@@ -67,8 +70,22 @@ def launch(
     _register()
     if kernel not in available_kernels():
         raise ValueError(f"launch: kernel must be one of {sorted(available_kernels())}, got {kernel!r}")
-    call = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=dict(in_place or {}))
+    types = [_varying_type(x, operands) for x in results]
+    call = jax.ffi.ffi_call(TARGET, types, input_output_aliases=dict(in_place or {}))
     return list(call(*operands, kernel=kernel, **(scalars or {})))
+
+
+def _varying_type(result: jax.ShapeDtypeStruct, operands: Sequence[jax.Array]) -> jax.ShapeDtypeStruct:
+    """The type of a result inside a `shard_map`: it differs between devices wherever an operand does."""
+    axes = _math.varying(*operands)
+    if not axes:
+        return result
+    return jax.ShapeDtypeStruct(
+        result.shape,
+        result.dtype,
+        manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)),
+        sharding=NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()),
+    )
 
 
 @functools.cache

@@ -1,5 +1,6 @@
-"""Mathematics shared by the paths."""
+"""What the paths share."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -11,3 +12,15 @@ def l2norm(x: Float[Array, "*rows K"]) -> Float[Array, "*rows K"]:
     """Scales the vectors of the last axis by `1 / sqrt(|x|^2 + 1e-6)`, computed in float32, in the dtype of `x`."""
     y = x.astype(jnp.float32)
     return (y * lax.rsqrt(jnp.sum(y * y, axis=-1, keepdims=True) + L2NORM_EPS)).astype(x.dtype)
+
+
+def varying(*arrays: jax.Array) -> tuple[str, ...]:
+    """The mesh axes of an enclosing `shard_map` over which any of the arrays differs between devices."""
+    return tuple(sorted({axis for x in arrays for axis in jax.typeof(x).manual_axis_type.varying}))
+
+
+def vary_like(x: jax.Array, *others: jax.Array) -> jax.Array:
+    """`x`, typed as differing between devices wherever any of the others does, as a loop over them needs it."""
+    known = varying(x)
+    missing = tuple(axis for axis in varying(*others) if axis not in known)
+    return lax.pcast(x, missing, to="varying") if missing else x

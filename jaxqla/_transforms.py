@@ -4,13 +4,13 @@ From the outside in:
 
 * `jax.jit`, so that an eager call is one program;
 * `custom_vjp`, with the inputs as the only residuals;
-* `custom_vmap`, which folds a mapped axis into the rows, so that nothing below is ever batched by JAX;
+* `custom_vmap`, which makes a mapped axis one more axis of rows, so that nothing below is ever batched by JAX;
+* the split over devices, see `_sharding`;
 * the per-shard bodies, which see local arrays of the contract's shapes and pick the platform at lowering.
-
-A sharding wrapper belongs between the last two.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxqla import _dispatch, _xla
+from jaxqla import _dispatch, _sharding, _xla
 from jaxqla._checks import Dims, message
 
 # Names of the results in a rematerialisation policy.
@@ -31,7 +31,7 @@ FINAL_STATE_NAME = "jaxqla_final_state"
 
 
 # Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens.
-_SEGMENT_IDS, _CU_SEQLENS = 6, 7
+_INITIAL_STATE, _SEGMENT_IDS, _CU_SEQLENS = 5, 6, 7
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Options:
 @functools.partial(jax.jit, static_argnums=0)
 def gated_delta(options: Options, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """The op on checked arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; g and beta float32."""
-    return _gated_delta(options, *arrays)
+    rest = iter(_sharding.vary_together([x for x in arrays if x is not None]))
+    return _gated_delta(options, *(None if x is None else next(rest) for x in arrays))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -100,29 +101,22 @@ def _over_rows(body: Callable, options: Options) -> Callable:
 
     @jax.custom_batching.custom_vmap
     def call(*arrays):
-        return body(options, *arrays)
+        return _over_devices(body, options, *arrays)
 
     @call.def_vmap
     def rule(axis_size, in_batched, *arrays):
         if arrays[_CU_SEQLENS] is None:
-            out = _fold_and_call(call, axis_size, in_batched, arrays)
+
+            def spread(x, batched):
+                return x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+
+            out = call(*jax.tree.map(spread, tuple(arrays), tuple(in_batched)))
         else:
             # Packed sequences live in a single row; their boundaries cannot be folded into another row's.
             out = _map_and_call(call, axis_size, in_batched, arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return call
-
-
-def _fold_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) -> Any:
-    def fold(x, batched):
-        x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-        return x.reshape(axis_size * x.shape[1], *x.shape[2:])
-
-    rows = arrays[0].shape[1] if in_batched[0] else arrays[0].shape[0]
-    out = call(*jax.tree.map(fold, tuple(arrays), tuple(in_batched)))
-    # Every result has the rows in front: with no cu_seqlens there is one state for each row.
-    return jax.tree.map(lambda x: x.reshape(axis_size, rows, *x.shape[1:]), out)
 
 
 def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) -> Any:
@@ -136,6 +130,61 @@ def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) 
         return call(*jax.tree.unflatten(structure, merged))
 
     return lax.map(one, mapped)
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+
+# Kinds of q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; of o and the final state and their cotangents; of
+# the gradients of the first six and their cotangents.
+_ARRAYS = (_sharding.QK, _sharding.QK, _sharding.V, _sharding.GATE, _sharding.GATE, _sharding.STATE, _sharding.IDS)
+_ARRAYS += (_sharding.BOUNDARIES,)
+_RESULTS = (_sharding.V, _sharding.STATE)
+_GRADIENTS = _ARRAYS[:6]
+
+
+def _over_devices(body: Callable, options: Options, *arrays: jax.Array | None) -> Any:
+    """Runs `body` on the shard of each device, its leading axes folded into rows."""
+    kinds = (_ARRAYS + _RESULTS + _GRADIENTS)[: len(arrays)]
+    given = tuple(x is not None for x in arrays)
+    state = arrays[_INITIAL_STATE] is not None
+    if body is _forward_body:
+        outputs = (True, options.return_final_state)
+        results = _RESULTS
+    elif body is _backward_body:
+        outputs, results = (*(True,) * 5, state), _GRADIENTS
+    else:
+        outputs, results = (*(True,) * 5, state, *given[len(_ARRAYS) : 10]), _GRADIENTS + _RESULTS
+    if given[_CU_SEQLENS]:
+        kinds, results = (
+            tuple(_sharding.PACKED_STATE if kind is _sharding.STATE else kind for kind in x) for x in (kinds, results)
+        )
+    run = _on_given(body, options, given)
+    flat = iter(
+        _sharding.split(
+            run,
+            [x for x in arrays if x is not None],
+            [kind for kind, there in zip(kinds, given, strict=True) if there],
+            [kind for kind, there in zip(results, outputs, strict=True) if there],
+        )
+    )
+    return tuple(next(flat) if there else None for there in outputs)
+
+
+@functools.cache
+def _on_given(body: Callable, options: Options, given: tuple[bool, ...]) -> _sharding.Body:
+    """`body` from the arrays that are there, with any number of leading axes, to the results that are there."""
+
+    def run(*local: jax.Array) -> tuple[jax.Array, ...]:
+        rest = iter(local)
+        arrays = [next(rest) if there else None for there in given]
+        lead = local[0].shape[:-3]
+        rows, fold = math.prod(lead), not given[_CU_SEQLENS]
+        if fold:
+            arrays = [None if x is None else x.reshape(rows, *x.shape[len(lead) :]) for x in arrays]
+        results = tuple(x for x in body(options, *arrays) if x is not None)
+        return tuple(x.reshape(*lead, *x.shape[1:]) for x in results) if fold else results
+
+    return run
 
 
 # -- per-shard bodies --------------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def forward(
     layout = _Layout.of(v.shape[1], segment_ids, cu_seqlens)
     states = _group_states(q, v, initial_state, cu_seqlens)
     if 0 in (layout.num_chunks, states.size):
-        return jnp.zeros(v.shape, v.dtype), _ungroup_states(states)
+        return jnp.zeros_like(v), _ungroup_states(states)
     x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
     c = _Chunks.of(x)
     states, S, e = _walk(states, x, c, layout.sequence)
@@ -106,7 +106,7 @@ def backward(
     states = _group_states(q, v, initial_state, cu_seqlens)
     dstates = _group_states(q, v, dfinal_state, cu_seqlens)
     if 0 in (layout.num_chunks, states.size):
-        dq, dk, dv, dg, dbeta = (jnp.zeros(y.shape, y.dtype) for y in (q, k, v, g, beta))
+        dq, dk, dv, dg, dbeta = map(jnp.zeros_like, (q, k, v, g, beta))
         return dq, dk, dv, dg, dbeta, None if initial_state is None else _ungroup_states(dstates)
     x = _Inputs.of(layout, q, k, v, g, beta, qk_l2norm)
     c = _Chunks.of(x)
@@ -311,7 +311,7 @@ def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
         return inverse.at[..., i, :].add(-jnp.sum(row[..., None] * inverse, axis=-2))
 
     inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), diagonal.shape)
-    inverse = lax.fori_loop(1, size, substitute, inverse)
+    inverse = lax.fori_loop(1, size, substitute, _math.vary_like(inverse, lower))
     while size < C:
         # [[X, 0], [L, Z]]^-1 = [[X^-1, 0], [-Z^-1 L X^-1, Z^-1]]
         x, z = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
@@ -342,7 +342,7 @@ def _group_states(q, v, states: Float[Array, "N HV K V"] | None, cu_seqlens) -> 
     HV, V = v.shape[2:]
     N = B if cu_seqlens is None else len(cu_seqlens) - 1
     if states is None:
-        return jnp.zeros((N, H, K, HV // H, V), jnp.float32)
+        return _math.vary_like(jnp.zeros((N, H, K, HV // H, V), jnp.float32), v)
     return states.astype(jnp.float32).reshape(N, H, HV // H, K, V).swapaxes(2, 3)
 
 

@@ -14,6 +14,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Before any test imports jax, which reads it once. With -m gpu jax picks the best platform it has.
     if not asks_for_gpu(config):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # Eight devices of one CPU, for the tests of sharding; the others use the first.
+        os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 
 @pytest.hookimpl(tryfirst=True)
