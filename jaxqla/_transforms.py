@@ -26,8 +26,7 @@ from jaxqla import _dispatch, _sharding, _xla
 from jaxqla._checks import Dims, message
 
 # Names of the results in a rematerialisation policy.
-OUTPUT_NAME = "jaxqla_o"
-FINAL_STATE_NAME = "jaxqla_final_state"
+RESULT_NAMES = ("jaxqla_o", "jaxqla_final_state")
 
 
 # Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens.
@@ -60,9 +59,9 @@ def _gated_delta(options, *arrays):
 def _gated_delta_fwd(options, *arrays):
     # The call is the differentiable one, so that a gradient of a gradient finds a rule here too.
     o, final_state = _gated_delta(options, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
-    o = checkpoint_name(o, OUTPUT_NAME)
+    o = checkpoint_name(o, RESULT_NAMES[0])
     if final_state is not None:
-        final_state = checkpoint_name(final_state, FINAL_STATE_NAME)
+        final_state = checkpoint_name(final_state, RESULT_NAMES[1])
     return (o, final_state), arrays
 
 

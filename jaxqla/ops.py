@@ -4,6 +4,7 @@ import functools
 from dataclasses import dataclass
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -45,7 +46,8 @@ def gated_delta(
 
     Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `remat`, `scan`. Forward
     mode (`jvp`) raises. The inputs are the only residuals of the forward. In a policy of `jax.checkpoint` the results
-    are named `"jaxqla_o"` and `"jaxqla_final_state"`.
+    are named `"jaxqla_o"` and `"jaxqla_final_state"`; `save_residuals` keeps them. Rows and heads may be split over a
+    mesh, H and HV together. `jax.export` needs `export_checks`.
 
     Args:
         q: Queries, bfloat16, float16 or float32. Value head `h` reads the query and key of head `h // (HV // H)`.
@@ -185,6 +187,18 @@ def explain(
     choice = _choose("explain", dims, q.dtype, implementation)
     kernels = choice.plan.kernels if choice.plan else ()
     return Explanation(path=choice.path, kernels=kernels, backward="xla", reason=choice.reason)
+
+
+save_residuals = jax.checkpoint_policies.save_only_these_names(*_transforms.RESULT_NAMES)
+"""A policy of `jax.checkpoint`: keeps what `gated_delta` returned, so that its forward does not run a second time."""
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What to pass as `disabled_checks` to `jax.export.export`, for programs that call kernels.
+
+    The name of the call in an exported program carries a version, and a later jaxqla keeps serving it.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(_launch.TARGET)]
 
 
 def _choose(function: str, dims: _checks.Dims, dtype, implementation: str | None) -> _dispatch.Choice:

@@ -134,8 +134,7 @@ def test_checkpoint_and_scan_over_layers():
 
 def test_export_and_back():
     inputs = small()
-    check = jax.export.DisabledSafetyCheck.custom_call("jaxqla_launch_v1")
-    exported = jax.export.export(op, platforms=("cuda",), disabled_checks=[check])(*inputs)
+    exported = jax.export.export(op, platforms=("cuda",), disabled_checks=jaxqla.export_checks())(*inputs)
     again = jax.export.deserialize(exported.serialize())
     for a, b in zip(op(*inputs), jax.jit(again.call)(*inputs), strict=True):
         assert_bits_equal(a, b)

@@ -70,7 +70,7 @@ def test_sources_use_public_jax_alone(pattern):
 
 
 def test_public_names():
-    assert jaxqla.__all__ == ["__version__", "explain", "gated_delta"]
+    assert jaxqla.__all__ == ["__version__", "explain", "export_checks", "gated_delta", "save_residuals"]
     assert all(getattr(jaxqla, name).__doc__ for name in jaxqla.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", jaxqla.__version__)
 

@@ -137,3 +137,36 @@ def test_export_for_two_platforms():
     rng = np.random.default_rng(0)
     args = [jnp.asarray(-abs(rng.standard_normal(x.shape)), x.dtype) for x in arguments(T=5)]
     np.testing.assert_array_equal(loaded.call(*args), jax.jit(output)(*args))
+
+
+def test_exported_programs_hold_the_kernels_and_run_elsewhere():
+    call = jax.jit(output)
+    args = arguments()
+    with pytest.raises(ValueError, match="custom call"):
+        jax.export.export(call, platforms=("cpu", "cuda"))(*args)
+    exported = jax.export.export(call, platforms=("cpu", "cuda"), disabled_checks=jaxqla.export_checks())(*args)
+    assert kernels_of(exported.mlir_module())
+    again = jax.export.deserialize(exported.serialize())
+    values = [jnp.full(x.shape, 0.1, x.dtype) for x in args]
+    np.testing.assert_array_equal(again.call(*values), jax.jit(output)(*values))
+
+
+def test_kept_residuals_spare_the_second_forward():
+    args = arguments()
+
+    def loss(policy, *arrays):
+        q, k, v, g, beta = arrays
+
+        def layer(v, _):
+            # The gradient of the sine needs the output again.
+            return jnp.sin(output(q, k, v, g, beta)), None
+
+        v, _ = jax.lax.scan(jax.checkpoint(layer, policy=policy), v, length=3)
+        return jnp.sum(v.astype(jnp.float32))
+
+    def calls(policy):
+        # The op is a function of the program, called wherever it runs.
+        return len(re.findall(r"call @gated_delta", lower(jax.grad(lambda *x: loss(policy, *x), argnums=2), *args)))
+
+    assert calls(jaxqla.save_residuals) == 2  # forward, and backward
+    assert calls(None) == 3
