@@ -68,9 +68,7 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
     q, v = arrays[kinds.index(QK)], arrays[kinds.index(V)]
     H, HV = q.shape[-2], v.shape[-2]
     context = jax.sharding.get_abstract_mesh()
-    if manual := [
-        axis for axis, kind in zip(context.axis_names, context.axis_types, strict=True) if _is(kind, "Manual")
-    ]:
+    if manual := manual_axes():
         others = [axis for axis in context.axis_names if axis not in manual and context.shape[axis] > 1]
         if others:
             rule = f"make every mesh axis manual (manual: {manual}); name all of them in axis_names"
@@ -99,6 +97,12 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
         out_specs=out_specs,
         axis_names=set(explicit),
     )(*arrays)
+
+
+def manual_axes() -> list[str]:
+    """The mesh axes of the `shard_map` that is being traced, if any."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is(kind, "Manual")]
 
 
 def _is(kind: Any, name: str) -> bool:

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxqla import _checks, _dispatch, _launch, _transforms
+from jaxqla import _checks, _dispatch, _launch, _sequence, _sharding, _transforms
 
 
 def gated_delta(
@@ -25,6 +25,7 @@ def gated_delta(
     cu_seqlens: Int[Array, " N+1"] | None = None,
     qk_l2norm: bool = False,
     implementation: str | None = None,
+    sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"] | None]:
     """Computes the gated delta rule, a linear attention with decay and error correction.
 
@@ -74,6 +75,10 @@ def gated_delta(
             result has the dtype of `q`. Gradients go through it.
         implementation: None runs the kernels where they can run this call and plain JAX elsewhere, as `explain`
             tells. `"cuda"` runs the kernels or raises. `"xla"` runs plain JAX.
+        sequence_axis: Inside `jax.shard_map`, the mesh axis over which tokens are split: each device has `T` tokens of
+            each row, in the order of the axis (context parallelism). Exact, at the work of three calls; the devices
+            exchange `[K, K + V]` float32 a row and value head. `initial_state` and the final state are those of the
+            whole rows, the same on all devices. Not together with `cu_seqlens`.
 
     Returns:
         `o` of the shape and dtype of `v`, and the final state in float32, or None where it was not asked for.
@@ -103,6 +108,7 @@ def gated_delta(
         qk_l2norm=qk_l2norm,
         implementation=implementation,
     )
+    _check_sequence_axis(sequence_axis, cu_seqlens)
     choice = _choose("gated_delta", dims, q.dtype, implementation)
     options = _transforms.Options(
         scale=dims.K**-0.5 if scale is None else float(scale),
@@ -112,6 +118,8 @@ def gated_delta(
         cuda_only=implementation == "cuda",
     )
     g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
+    if sequence_axis is not None:
+        return _sequence.gated_delta(options, sequence_axis, q, k, v, g, beta, initial_state, segment_ids)
     return _transforms.gated_delta(options, q, k, v, g, beta, initial_state, segment_ids, cu_seqlens)
 
 
@@ -199,6 +207,18 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     The name of the call in an exported program carries a version, and a later jaxqla keeps serving it.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(_launch.TARGET)]
+
+
+def _check_sequence_axis(axis: str | None, cu_seqlens: jax.Array | None) -> None:
+    if axis is None:
+        return
+    manual = _sharding.manual_axes()
+    if axis not in manual:
+        rule = f"name a manual mesh axis of the shard_map it is called in (manual: {manual})"
+        raise ValueError(_checks.message("gated_delta", "sequence_axis", rule, repr(axis)))
+    if cu_seqlens is not None:
+        rule = "be None where sequence_axis is given; use segment_ids, which may cross devices"
+        raise ValueError(_checks.message("gated_delta", "cu_seqlens", rule, "both"))
 
 
 def _choose(function: str, dims: _checks.Dims, dtype, implementation: str | None) -> _dispatch.Choice:
