@@ -9,7 +9,6 @@ class Architecture:
 
     Attributes:
         target: TileLang target.
-        num_sms: Streaming multiprocessors of the full part.
         shared_bytes: Shared memory a block may ask for.
         state_registers: Registers of a thread that holds the recurrent state; below 208 ptxas serialises its WGMMA.
         helper_registers: Registers of a thread of the score warpgroup, by the number of state warpgroups beside it.
@@ -17,7 +16,6 @@ class Architecture:
     """
 
     target: dict[str, str]
-    num_sms: int
     shared_bytes: int
     state_registers: int
     helper_registers: dict[int, int]
@@ -26,7 +24,6 @@ class Architecture:
 
 HOPPER = Architecture(
     target={"kind": "cuda", "arch": "sm_90a"},
-    num_sms=132,
     shared_bytes=227 * 1024,
     state_registers=208,
     helper_registers={1: 136, 2: 72},
