@@ -131,16 +131,18 @@ ffi::Error Load(Kernel& kernel, int32_t ordinal, CUfunction* function) {
   const KernelRecord& record = kernel.record;
   const CudaDriver& driver = Driver();
   std::lock_guard<std::mutex> lock(kernel.mutex);
+  *function = kernel.functions[ordinal].load();  // another thread may have been first
+  if (*function != nullptr) return ffi::Error::Success();
   CUdevice device;
   JAXQLA_CUDA(record.name, DeviceGet(&device, ordinal));
+  int major = 0, minor = 0;
+  JAXQLA_CUDA(record.name, DeviceGetAttribute(&major, kComputeCapabilityMajor, device));
+  JAXQLA_CUDA(record.name, DeviceGetAttribute(&minor, kComputeCapabilityMinor, device));
+  if (major != 9 || minor != 0) {
+    return Fail(ffi::ErrorCode::kFailedPrecondition, record.name,
+                "compute capability must be 9.0, got " + std::to_string(major) + "." + std::to_string(minor));
+  }
   if (kernel.handle == nullptr) {
-    int major = 0, minor = 0;
-    JAXQLA_CUDA(record.name, DeviceGetAttribute(&major, kComputeCapabilityMajor, device));
-    JAXQLA_CUDA(record.name, DeviceGetAttribute(&minor, kComputeCapabilityMinor, device));
-    if (major != 9 || minor != 0) {
-      return Fail(ffi::ErrorCode::kFailedPrecondition, record.name,
-                  "compute capability must be 9.0, got " + std::to_string(major) + "." + std::to_string(minor));
-    }
     kernel.image = ReadFile(Folder() + "/" + record.cubin);
     CUlibrary library;
     JAXQLA_CUDA(record.name, LibraryLoadData(&library, kernel.image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0));
@@ -198,7 +200,8 @@ std::string Text(ffi::Span<const int64_t> shape) {
 ffi::Error CheckBuffer(const KernelRecord& record, const BufferRecord& buffer, ffi::AnyBuffer found) {
   const std::optional<DataType> type = TypeOf(found.element_type());
   if (type != buffer.type) {
-    return Invalid(record.name, buffer.name + " must have dtype " + std::string(Name(buffer.type)));
+    const std::string got(type ? Name(*type) : "a dtype no kernel takes");
+    return Invalid(record.name, buffer.name + " must have dtype " + std::string(Name(buffer.type)) + ", got " + got);
   }
   if (found.dimensions().size() != buffer.shape.size()) {
     return Invalid(record.name, buffer.name + " must have " + std::to_string(buffer.shape.size()) +
