@@ -8,7 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# An allocation for each buffer: in a pool, what lies behind a buffer is another one, and the tool sees nothing wrong.
+os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import jax
