@@ -1,14 +1,17 @@
 // Stands in for libcuda.so.1 in tests: has no device, prints what is asked of it.
 //
 // Environment: RECORD_INIT, result of cuInit; RECORD_CAPABILITIES, compute capability of each device, as in "90 80";
-// RECORD_FAIL, a function that gives CUDA_ERROR_INVALID_VALUE; RECORD_PARAMS, the kernel's parameters as one letter
-// each: m tensor map, p pointer, i int32, l int64, f float32, d float64.
+// RECORD_FAIL, a function that gives CUDA_ERROR_INVALID_VALUE; RECORD_SLOW, milliseconds that loading an image takes,
+// so that threads meet there; RECORD_PARAMS, the kernel's parameters as one letter each: m tensor map, p pointer, i
+// int32, l int64, f float32, d float64.
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../cuda_driver.h"
@@ -107,6 +110,9 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 
 CUresult cuLibraryLoadData(CUlibrary* library, const void* image, void*, void**, unsigned, void*, void**, unsigned) {
   *library = reinterpret_cast<CUlibrary>(0x2000);
+  if (const std::string slow = Setting("RECORD_SLOW"); !slow.empty()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::stoi(slow)));
+  }
   return Record("cuLibraryLoadData", static_cast<const char*>(image));
 }
 
