@@ -13,6 +13,7 @@ SHELL := /bin/bash
 .PHONY: help demo test kernels wheel check-wheel lint format test-oldest test-newest gpu-test clean
 
 OLDEST_JAX := 0.10.2
+PARALLEL := --numprocesses=auto --maxprocesses=4
 CXX_FILES := $(shell find ffi kernels -name "*.cc" -o -name "*.h" -o -name "*.cuh" 2>/dev/null)
 TORCH := $(shell sed -n 's/.*"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 STEP := $(CURDIR)/.ci/step
@@ -91,11 +92,11 @@ format: $(DEV_ENV)
 
 test-oldest: $(DEV_ENV)
 	@echo "==> tests on jax $(OLDEST_JAX)"
-	@$(DEV_PY) -m pytest
+	@$(DEV_PY) -m pytest $(PARALLEL)
 
 test-newest:
 	@if .ci/find-python 3.12 >/dev/null 2>&1; then \
-	  $(MAKE) --no-print-directory .venv-newest/.ready && echo "==> tests on the newest jax" && .venv-newest/bin/python -m pytest --quiet; \
+	  $(MAKE) --no-print-directory .venv-newest/.ready && echo "==> tests on the newest jax" && .venv-newest/bin/python -m pytest --quiet $(PARALLEL); \
 	else echo "==> tests on the newest jax: left out, Python 3.12 must be on this machine, found none"; fi
 
 gpu-test: $(USER_ENV)
