@@ -43,7 +43,8 @@ def gated_delta(
     Numerics: the state, the gates, their cumulative sums and every accumulation are float32. Tokens are
     computed in chunks of 64; no exponent is ever positive, so strong decay cannot overflow. Results are deterministic.
     Kernels, and plain JAX on accelerators with bfloat16, multiply operands in the dtype of `q`, `k` and `v`; plain JAX
-    with float16 or float32 in float32, at the precision of `jax.default_matmul_precision` on accelerators.
+    with float16 or float32 in float32, at the precision of `jax.default_matmul_precision` on accelerators. As an
+    operand of a kernel the state is rounded too: with float16 a state beyond 65504 overflows there.
 
     Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `remat`, `scan`. Forward
     mode (`jvp`) raises. The inputs are the only residuals of the forward. In a policy of `jax.checkpoint` the results

@@ -88,7 +88,8 @@ def make(
     rates = np.geomspace(0.01, 4, HV) if HV > 1 else np.array([0.1])
     softplus = -rates * np.log1p(np.exp(rng.standard_normal((B, T, HV))))
     sigmoid = 1 / (1 + np.exp(-rng.standard_normal((B, T, HV))))
-    state = rng.standard_normal((N, HV, K, V)) if isinstance(initial_state, bool) else np.asarray(initial_state)
+    # Drawn last, and only if asked for: it may be large.
+    state = rng.standard_normal((N, HV, K, V)) if initial_state is True else initial_state
     g = softplus if isinstance(gates, str) else np.broadcast_to(gates, softplus.shape)
     b = sigmoid if isinstance(beta, str) else np.broadcast_to(beta, sigmoid.shape)
     return Inputs(
