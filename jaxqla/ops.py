@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.export
@@ -198,8 +199,15 @@ def explain(
     return Explanation(path=choice.path, kernels=kernels, backward="xla", reason=choice.reason)
 
 
-save_residuals = jax.checkpoint_policies.save_only_these_names(*_transforms.RESULT_NAMES)
-"""A policy of `jax.checkpoint`: keeps what `gated_delta` returned, so that its forward does not run a second time."""
+_save_results = jax.checkpoint_policies.save_only_these_names(*_transforms.RESULT_NAMES)
+
+
+def save_residuals(primitive: Any, *operands: Any, **parameters: Any) -> Any:
+    """A policy of `jax.checkpoint`: keeps what `gated_delta` returned, so that its forward does not run again.
+
+    Pass the function itself, `jax.checkpoint(layer, policy=jaxqla.save_residuals)`; JAX calls it.
+    """
+    return _save_results(primitive, *operands, **parameters)
 
 
 def export_checks() -> list[jax.export.DisabledSafetyCheck]:
