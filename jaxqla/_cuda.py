@@ -10,7 +10,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxqla import _launch, _math
@@ -78,14 +77,8 @@ def pack(B: int, T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[
 
 
 def _row_flags(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    is_token = segment_ids != 0
-    # Index of the last token so far; -1 before the first one.
-    position = jnp.broadcast_to(jnp.arange(segment_ids.shape[1], dtype=jnp.int32), segment_ids.shape)
-    last = lax.cummax(jnp.where(is_token, position, -1), axis=1)
-    before = jnp.pad(last[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
-    changed = jnp.take_along_axis(segment_ids, jnp.maximum(before, 0), axis=1) != segment_ids
-    flags = jnp.where((before >= 0) & changed, _RESET, _TOKEN)
-    return jnp.where(is_token, flags, _PAD).astype(jnp.int32)
+    is_token, resets = _math.tokens_and_resets(segment_ids)
+    return jnp.where(is_token, jnp.where(resets, _RESET, _TOKEN), _PAD).astype(jnp.int32)
 
 
 def chunk_inverse(

@@ -42,8 +42,9 @@ def gated_delta(
     identity = jnp.broadcast_to(jnp.eye(K, dtype=jnp.float32), (B, HV, K, K))
     M = final_state(jnp.zeros((*v.shape[:3], K), v.dtype), identity)
     N = final_state(v, None)
-    if segment_ids is not None:
-        M = jnp.where(_starts_anew(segment_ids, axis)[:, None, None, None], 0, M)
+    anew = None if segment_ids is None else _starts_anew(segment_ids, axis)[:, None, None, None]
+    if anew is not None:
+        M = jnp.where(anew, 0, M)
 
     maps = lax.all_gather(jnp.concatenate([M, N], axis=-1), axis)
     state = jnp.zeros((B, HV, K, V), jnp.float32) if initial_state is None else initial_state
@@ -53,8 +54,8 @@ def gated_delta(
         entering = jnp.where(place == piece, state, entering)
         M, N = maps[piece, ..., :K], maps[piece, ..., K:]
         state = jnp.einsum("bhkj,bhjv->bhkv", M, state, precision=_HIGHEST) + N
-    if segment_ids is not None:
-        entering = jnp.where(_starts_anew(segment_ids, axis)[:, None, None, None], 0, entering)
+    if anew is not None:
+        entering = jnp.where(anew, 0, entering)
     here = dataclasses.replace(options, return_final_state=False)
     o, _ = _transforms.gated_delta(here, q, k, v, g, beta, entering, segment_ids, None)
     if not options.return_final_state:

@@ -76,7 +76,7 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
         return body(*arrays)
     mesh = jax.typeof(v).sharding.mesh
     types = [] if mesh.empty else list(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    explicit = tuple(axis for axis, kind in types if _is(kind, "Explicit"))
+    explicit = tuple(axis for axis, kind in types if kind == AxisType.Explicit)
     if not explicit:
         partitioned = _partitioned(body, kinds, results, H, HV)
         # The TPU compiler has no custom partitioning; plain JAX is split there as any other program.
@@ -86,7 +86,7 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
     in_specs, out_specs = (tuple(_spec(kind, rows, heads) for kind in x) for x in (kinds, results))
     place = (lambda spec: NamedSharding(mesh, spec)) if context.empty else (lambda spec: spec)
     arrays = [jax.sharding.reshard(x, place(spec)) for x, spec in zip(arrays, in_specs, strict=True)]
-    if any(_is(kind, "Auto") for _, kind in types):
+    if any(kind == AxisType.Auto for _, kind in types):
         out = tuple(map(place, out_specs))
         partitioned = _partitioned(body, kinds, results, H, HV)
         return jax.sharding.auto_axes(partitioned, axes=explicit, out_sharding=out)(*arrays)
@@ -102,11 +102,7 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
 def manual_axes() -> list[str]:
     """The mesh axes of the `shard_map` that is being traced, if any."""
     mesh = jax.sharding.get_abstract_mesh()
-    return [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if _is(kind, "Manual")]
-
-
-def _is(kind: Any, name: str) -> bool:
-    return kind == getattr(AxisType, name)
+    return [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual]
 
 
 def _rows_and_heads(spec: P, ndim: int) -> tuple[tuple, Any]:
@@ -134,7 +130,7 @@ def _check_heads(mesh: Any, heads: Any, H: int, HV: int) -> None:
 @functools.cache
 def _partitioned(body: Body, kinds: tuple[Kind, ...], results: tuple[Kind, ...], H: int, HV: int) -> Callable[..., Any]:
     """`body` with a rule for the compiler."""
-    packed = PACKED_STATE in kinds + results or BOUNDARIES in kinds
+    packed = BOUNDARIES in kinds
     words = {"hr": "(h r)" if 1 < H < HV else "h" if H > 1 else "r", "...": "b" if packed else "..."}
 
     def text(several: tuple[Kind, ...]) -> str:

@@ -29,8 +29,10 @@ from jaxqla._checks import Dims, message
 RESULT_NAMES = ("jaxqla_o", "jaxqla_final_state")
 
 
-# Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens.
-_INITIAL_STATE, _SEGMENT_IDS, _CU_SEQLENS = 5, 6, 7
+# Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens. The backward takes the
+# cotangents of o and of the final state after them.
+_SEGMENT_IDS, _CU_SEQLENS = 6, 7
+_NUM_ARRAYS, _NUM_BACKWARD_ARRAYS = 8, 10
 
 
 @dataclass(frozen=True)
@@ -133,26 +135,24 @@ def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
-# Kinds of q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; of o and the final state and their cotangents; of
-# the gradients of the first six and their cotangents.
+# Kinds of q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; and of o and the final state.
 _ARRAYS = (_sharding.QK, _sharding.QK, _sharding.V, _sharding.GATE, _sharding.GATE, _sharding.STATE, _sharding.IDS)
 _ARRAYS += (_sharding.BOUNDARIES,)
 _RESULTS = (_sharding.V, _sharding.STATE)
-_GRADIENTS = _ARRAYS[:6]
 
 
 def _over_devices(body: Callable, options: Options, *arrays: jax.Array | None) -> Any:
     """Runs `body` on the shard of each device, its leading axes folded into rows."""
-    kinds = (_ARRAYS + _RESULTS + _GRADIENTS)[: len(arrays)]
+    # Arrays, cotangents of the results, cotangents of the gradients: as many as this body takes.
+    kinds = (_ARRAYS + _RESULTS + _ARRAYS[:_SEGMENT_IDS])[: len(arrays)]
     given = tuple(x is not None for x in arrays)
-    state = arrays[_INITIAL_STATE] is not None
     if body is _forward_body:
-        outputs = (True, options.return_final_state)
-        results = _RESULTS
-    elif body is _backward_body:
-        outputs, results = (*(True,) * 5, state), _GRADIENTS
+        outputs, results = (True, options.return_final_state), _RESULTS
     else:
-        outputs, results = (*(True,) * 5, state, *given[len(_ARRAYS) : 10]), _GRADIENTS + _RESULTS
+        # The gradients of what it differentiates: of what is a float, and there.
+        primals = _NUM_ARRAYS if body is _backward_body else _NUM_BACKWARD_ARRAYS
+        floats = [i for i in range(primals) if i not in (_SEGMENT_IDS, _CU_SEQLENS)]
+        outputs, results = tuple(given[i] for i in floats), tuple(kinds[i] for i in floats)
     if given[_CU_SEQLENS]:
         kinds, results = (
             tuple(_sharding.PACKED_STATE if kind is _sharding.STATE else kind for kind in x) for x in (kinds, results)
@@ -244,7 +244,7 @@ def _backward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seq
 
 def _second_order_body(options, *arrays):
     """Gradients of the backward, by JAX through the plain path, with respect to its floating arguments."""
-    primals, cotangents = arrays[:10], arrays[10:]
+    primals, cotangents = arrays[:_NUM_BACKWARD_ARRAYS], arrays[_NUM_BACKWARD_ARRAYS:]
     segment_ids, cu_seqlens = primals[_SEGMENT_IDS], primals[_CU_SEQLENS]
 
     def backward(*floats):

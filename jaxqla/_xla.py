@@ -398,12 +398,7 @@ class _Layout:
         num_chunks = -(-T // size)
         if segment_ids is None:
             return _Layout(T, size, num_chunks)
-        valid = segment_ids != 0
-        # The last token before each that is not padding, or -1.
-        last = lax.cummax(jnp.where(valid, lax.broadcasted_iota(jnp.int32, valid.shape, 1), -1), axis=1)
-        last = jnp.pad(last, ((0, 0), (1, 0)), constant_values=-1)[:, :T]
-        last_id = jnp.take_along_axis(segment_ids, jnp.maximum(last, 0), axis=1)
-        return _Layout(T, size, num_chunks, valid, valid & (last >= 0) & (segment_ids != last_id))
+        return _Layout(T, size, num_chunks, *_math.tokens_and_resets(segment_ids))
 
     @staticmethod
     def _of_sequences(T: int, size: int, cu_seqlens: Int[Array, " N+1"]) -> "_Layout":
