@@ -7,7 +7,6 @@ on this device, are left out, so a run that was cut short goes on where it stopp
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import json
 import subprocess
 import sys
@@ -25,12 +24,11 @@ from benchmarks import floors, oracle
 from benchmarks.implementations import DIRECTIONS, IMPLEMENTATIONS, Implementation, versions
 from benchmarks.inputs import Inputs, Pool, make_inputs, make_pool, num_sets
 from benchmarks.jax_case import JaxCase
+from benchmarks.lines import RESULTS, read_lines, source_hash
 from benchmarks.rows import PRESETS, Row, select
 from benchmarks.timing import Settings, measure
 from benchmarks.torch_case import TorchCase
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results")
 CHECKS = ("all", "heads", "none")
 COMMAND = (sys.executable, "-m", "benchmarks", "--warm")
 # Programs compiled ahead of the row that is measured.
@@ -48,21 +46,6 @@ class Case:
     @property
     def key(self) -> tuple[str, str, str]:
         return (self.row.name, self.direction, self.implementation.name)
-
-
-def source_hash() -> str:
-    """Hash of what decides our own times: the package, and the kernels as they were built."""
-    state = hashlib.sha256()
-    package = ROOT / "jaxqla"
-    for path in sorted([*package.glob("*.py"), package / "lib" / "launch_table.txt", *package.glob("lib/*.cubin")]):
-        if path.exists():
-            state.update(path.name.encode() + path.read_bytes())
-    return state.hexdigest()[:16]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a result file, none where there is no file."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.__main__ import RESULTS, source_hash
 from benchmarks.floors import H200, Work
 from benchmarks.inputs import Inputs, make_inputs, make_pool, num_sets
+from benchmarks.lines import RESULTS, source_hash
 from benchmarks.rows import CHUNK, Row, select
 from benchmarks.timing import Settings, measure
 from jaxqla import _cuda, _launch

@@ -17,8 +17,8 @@ from typing import Any
 
 import matplotlib as mpl
 
-from benchmarks.__main__ import RESULTS, ROOT, read_lines
 from benchmarks.implementations import IMPLEMENTATIONS
+from benchmarks.lines import RESULTS, ROOT, read_lines
 from benchmarks.rows import ISSUE_ROWS, ROWS
 from jaxqla.__main__ import support_matrix
 from kernels.table import KERNELS
