@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import __main__ as runner
 from benchmarks import floors, report, rows, timing
-from benchmarks.__main__ import ROOT
+from benchmarks.lines import ROOT, read_lines
 from jaxqla.__main__ import support_matrix
 from kernels.table import KERNELS
 
@@ -16,22 +16,18 @@ ROW = "1x2/65+66"
 ARGUMENTS = [ROW, "--implementation", "xla", "--repeats", "7", "--target-ms", "1", "--check", "all"]
 
 
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_run_checks_times_and_resumes(tmp_path, capsys):
     out = tmp_path / "lines.jsonl"
     assert runner.main([*ARGUMENTS, "--out", str(out)]) == 0
-    (line,) = lines_of(out)
+    (line,) = read_lines(out)
     assert line["row"] == ROW
     assert 0 < line["errors"]["o"] < 1e-2
     assert line["timing"]["repeats"] == 7
     assert line["timing"]["p20_ms"] <= line["timing"]["median_ms"] <= line["timing"]["p80_ms"]
     assert runner.main([*ARGUMENTS, "--out", str(out)]) == 0
-    assert len(lines_of(out)) == 1
+    assert len(read_lines(out)) == 1
     assert runner.main([*ARGUMENTS, "1x1/1x64", "--budget", "0", "--out", str(out)]) == 0
-    assert len(lines_of(out)) == 1
+    assert len(read_lines(out)) == 1
 
 
 def test_a_failure_is_a_line_and_the_run_goes_on(tmp_path, monkeypatch):
@@ -42,7 +38,7 @@ def test_a_failure_is_a_line_and_the_run_goes_on(tmp_path, monkeypatch):
     monkeypatch.setitem(runner.IMPLEMENTATIONS, "xla", broken)
     out = tmp_path / "lines.jsonl"
     assert runner.main([*ARGUMENTS, "--out", str(out)]) == 0
-    assert "no such thing" in lines_of(out)[0]["error"]
+    assert "no such thing" in read_lines(out)[0]["error"]
 
 
 def test_what_is_not_installed_is_left_out_and_named(tmp_path, capsys):

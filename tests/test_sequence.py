@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
+from tests.tolerance import assert_trees_close
 
 TOKENS = P("data", "context")
 SPECS = (*[TOKENS] * 5, P("data"))
@@ -54,15 +55,10 @@ def loss_of(function):
     return lambda *arrays: sum(jnp.sum(jnp.sin(x)) for x in function(*arrays))
 
 
-def assert_close(actual, expected):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(("devices", "rows", "T"), [(2, 2, 140), (4, 1, 12), (8, 1, 200)])
 def test_it_equals_one_device(devices, rows, T):
     arrays = inputs_of(T)[:6]
-    assert_close(jax.jit(split(devices, rows))(*arrays), jax.jit(whole)(*arrays))
+    assert_trees_close(jax.jit(split(devices, rows))(*arrays), jax.jit(whole)(*arrays))
 
 
 def test_documents_cross_devices():
@@ -72,9 +68,9 @@ def test_documents_cross_devices():
     ids[0, :30], ids[0, 30:40], ids[0, 120:150], ids[0, 150:] = 1, 2, 2, 3
     ids[1, 3:80], ids[1, 80:121], ids[1, 121:] = 1, 2, 3
     arrays = inputs_of(T, segment_ids=ids)[:7]
-    assert_close(jax.jit(split(devices))(*arrays), jax.jit(whole)(*arrays))
+    assert_trees_close(jax.jit(split(devices))(*arrays), jax.jit(whole)(*arrays))
     gradients = [jax.jit(jax.grad(loss_of(f), argnums=range(6)))(*arrays) for f in (split(devices), whole)]
-    assert_close(*gradients)
+    assert_trees_close(*gradients)
 
 
 def test_without_states():
@@ -86,7 +82,7 @@ def test_without_states():
         in_specs=P(None, "context"),
         out_specs=P(None, "context"),
     )
-    assert_close(jax.jit(piece)(*inputs[:5]), jaxqla.gated_delta(*inputs[:5])[0])
+    assert_trees_close(jax.jit(piece)(*inputs[:5]), jaxqla.gated_delta(*inputs[:5])[0])
 
 
 def test_pieces_run_on_kernels(monkeypatch):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
+from tests.tolerance import assert_trees_close
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
@@ -43,10 +44,6 @@ def loss(*arrays):
     return sum(jnp.sum(jnp.sin(x)) for x in op(*arrays))
 
 
-def value_and_gradients(function):
-    return jax.jit(jax.value_and_grad(function, argnums=range(6)))
-
-
 def specs(rows, heads):
     tokens = P(rows, None, heads, None)
     return (tokens, tokens, tokens, P(rows, None, heads), P(rows, None, heads), P(rows, heads, None, None))
@@ -65,11 +62,6 @@ def placed(mesh, arrays, partitions):
 def collectives(function, *arrays):
     text = function.lower(*arrays).compile().as_text()
     return {name: n for name in COLLECTIVES if (n := len(re.findall(rf"\b{name}(?:-start)?\(", text)))}
-
-
-def assert_close(actual, expected):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -94,8 +86,8 @@ def test_rows_and_heads(context, H, HV, packed):
     assert collectives(gradients, *shards) == {}
     o, state = jax.jit(forward)(*shards)
     assert o.sharding.is_equivalent_to(NamedSharding(mesh, partitions[2]), 4)
-    assert_close((o, state), op(*arrays))
-    assert_close(gradients(*shards), jax.grad(loss, argnums=range(6))(*arrays))
+    assert_trees_close((o, state), op(*arrays))
+    assert_trees_close(gradients(*shards), jax.grad(loss, argnums=range(6))(*arrays))
 
 
 def test_one_key_head_on_rows():
@@ -103,7 +95,7 @@ def test_one_key_head_on_rows():
     mesh = mesh_of("auto", (8, 1))
     shards = placed(mesh, inputs[:6], specs("data", None))
     assert collectives(jax.jit(op), *shards) == {}
-    assert_close(jax.jit(op)(*shards), op(*inputs[:6]))
+    assert_trees_close(jax.jit(op)(*shards), op(*inputs[:6]))
 
 
 @pytest.mark.parametrize("context", ["auto", "explicit"])
@@ -114,7 +106,7 @@ def test_packed_sequences_are_split_by_heads(context):
     shards = placed(mesh, [*inputs[:6], inputs.cu_seqlens], [*partitions, P(None)])
     shards.insert(6, None)
     assert collectives(jax.jit(op), *shards) == {}
-    assert_close(jax.jit(op)(*shards), op(*inputs))
+    assert_trees_close(jax.jit(op)(*shards), op(*inputs))
 
 
 def test_a_mapped_axis_may_be_split():
@@ -125,7 +117,7 @@ def test_a_mapped_axis_may_be_split():
     mapped = jax.jit(jax.vmap(lambda *x: jaxqla.gated_delta(*x)[0]))
     shards = placed(mesh, stacked, partitions)
     assert collectives(mapped, *shards) == {}
-    assert_close(mapped(*shards), mapped(*stacked))
+    assert_trees_close(mapped(*shards), mapped(*stacked))
 
 
 def test_a_replicated_argument_gets_one_sum_of_gradients():

@@ -4,6 +4,7 @@
 """
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import zipfile
 
 import pytest
 
+from jaxqla import _launch
+from kernels import build as build_module
 from kernels.build import ROOT
 
 # The build backend is where kernels are built; users' environments have none.
@@ -49,6 +52,13 @@ def build(project, **environment):
         return None, done.stderr
     name = done.stdout.splitlines()[-1]
     return name, zipfile.ZipFile(out / name).namelist()
+
+
+def test_the_parts_agree_on_the_interface_and_the_manifest():
+    hook = runpy.run_path(str(ROOT / "hatch_build.py"))
+    assert tuple(hook["FFI_API"]) == build_module.WHEEL_FFI_API
+    assert _launch.MANIFEST_FORMAT == build_module.MANIFEST_FORMAT
+    assert _launch.LIB == build_module.OUT
 
 
 def test_what_is_in_it(project):

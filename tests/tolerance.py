@@ -10,6 +10,7 @@ sqrt(n) of it. Twice that is the limit. Truth is the float64 oracle on the same,
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,3 +78,9 @@ def check(actual: Any, expected: Any, dtype: Any, what: str, roundings: int = 0,
         f"{what}: relative RMS {error:.2e} > {bound:.2e}; worst at {place}: "
         f"got {float(actual[worst]):.6g}, want {float(expected[worst]):.6g}"
     )
+
+
+def assert_trees_close(actual: Any, expected: Any) -> None:
+    """Asserts that arrays of two float32 computations of the same agree to 1e-5, element by element."""
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5)
