@@ -1,7 +1,20 @@
 """Gated DeltaNet for JAX on NVIDIA Hopper, and as plain JAX everywhere else."""
 
+from jaxqla.convolution import causal_conv1d, causal_conv1d_step
+from jaxqla.decoding import gated_delta_step
+from jaxqla.gates import gdn_gates
 from jaxqla.ops import explain, export_checks, gated_delta, save_residuals
 
-__all__ = ["__version__", "explain", "export_checks", "gated_delta", "save_residuals"]
+__all__ = [
+    "__version__",
+    "causal_conv1d",
+    "causal_conv1d_step",
+    "explain",
+    "export_checks",
+    "gated_delta",
+    "gated_delta_step",
+    "gdn_gates",
+    "save_residuals",
+]
 
 __version__ = "0.1.0"

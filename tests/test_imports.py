@@ -70,7 +70,17 @@ def test_sources_use_public_jax_alone(pattern):
 
 
 def test_public_names():
-    assert jaxqla.__all__ == ["__version__", "explain", "export_checks", "gated_delta", "save_residuals"]
+    assert jaxqla.__all__ == [
+        "__version__",
+        "causal_conv1d",
+        "causal_conv1d_step",
+        "explain",
+        "export_checks",
+        "gated_delta",
+        "gated_delta_step",
+        "gdn_gates",
+        "save_residuals",
+    ]
     assert all(getattr(jaxqla, name).__doc__ for name in jaxqla.__all__)
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+)?", jaxqla.__version__)
 

@@ -12,7 +12,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxqla._checks import message
-from jaxqla.flax import GatedAttention, GatedDeltaNet, GDNState, HybridCache, KVState, Places, RMSNorm, SparseMoE, SwiGLU
+from jaxqla.flax import (
+    GatedAttention,
+    GatedDeltaNet,
+    GDNState,
+    HybridCache,
+    KVState,
+    Places,
+    RMSNorm,
+    SparseMoE,
+    SwiGLU,
+)
 from jaxqla.flax.sharding import axes, constrain
 from jaxqla.models.config import ATTENTION, GDN, QwenConfig
 
