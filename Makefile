@@ -44,12 +44,12 @@ help:
 .venv-dev/.ready: pyproject.toml
 	@python=$$(.ci/find-python 3.11 3.12 3.13) && $(STEP) "environment .venv-dev" $$python -m venv --clear .venv-dev
 	@$(STEP) "$(TORCH) into .venv-dev" .venv-dev/bin/python $(PIP) $(TORCH)
-	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,flax,lint,test]'
+	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,lint,models,test]'
 	@touch $@
 
 .venv-newest/.ready: pyproject.toml
 	@python=$$(.ci/find-python 3.12) && $(STEP) "environment .venv-newest" $$python -m venv --clear .venv-newest
-	@$(STEP) "the newest jax into .venv-newest" .venv-newest/bin/python $(PIP) -e '.[bench,flax,test]'
+	@$(STEP) "the newest jax into .venv-newest" .venv-newest/bin/python $(PIP) -e '.[bench,models,test]'
 	@touch $@
 
 # ---- what people run

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jaxqla.flax.sharding import axes, constrain
 
 # Queries taken at a time where there are more: the scores of a block against all keys are what is in memory at once.
 _QUERY_BLOCK = 512
-IMPLEMENTATIONS = ("xla", "cudnn")
+Implementation = Literal["xla", "cudnn"]
 
 
 class GatedAttention(nnx.Module):
@@ -62,7 +63,7 @@ class GatedAttention(nnx.Module):
         kernel_init: nnx.Initializer = nnx.initializers.normal(0.02),  # noqa: B008
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        implementation: str = "xla",
+        implementation: Implementation = "xla",
         rngs: nnx.Rngs,
     ):
         if num_heads % num_kv_heads:
@@ -71,12 +72,13 @@ class GatedAttention(nnx.Module):
         if rotary_dim % 2 or rotary_dim > head_dim:
             rule = f"be even and at most head_dim = {head_dim}"
             raise ValueError(message("GatedAttention", "rotary_dim", rule, rotary_dim))
-        if implementation not in IMPLEMENTATIONS:
-            rule = f"be one of {IMPLEMENTATIONS}"
+        if implementation not in get_args(Implementation):
+            rule = f"be one of {get_args(Implementation)}"
             raise ValueError(message("GatedAttention", "implementation", rule, repr(implementation)))
         self.head_dim, self.num_kv_heads = head_dim, num_kv_heads
         self.rotary_dim, self.rope_theta = rotary_dim, rope_theta
-        self.dtype, self.implementation = dtype, implementation
+        self.dtype = dtype
+        self.implementation: Implementation = implementation
 
         linear = functools.partial(
             nnx.LinearGeneral, use_bias=False, dtype=dtype, param_dtype=param_dtype, kernel_init=kernel_init, rngs=rngs
@@ -179,7 +181,7 @@ def _attend(
     v: Float[Array, "B S G D"],
     places: Places,
     key_slots: Int[Array, "B S"],
-    implementation: str,
+    implementation: Implementation,
 ) -> Float[Array, "B T N D"]:
     """Attention of each token to the slots from the start of its document to its own."""
     T = q.shape[1]
@@ -195,7 +197,7 @@ def _attend(
 
 
 def _in_blocks(function: Callable[..., Array], size: int, *arrays: Array) -> Array:
-    """`function` on pieces of the second axis of the arrays, one after the other; nothing inside is kept for gradients."""
+    """`function` on pieces of the second axis of the arrays, one by one; nothing inside is kept for gradients."""
     B, T = arrays[0].shape[:2]
     count = -(-T // size)
 

@@ -75,7 +75,7 @@ class Places(NamedTuple):
 
     @staticmethod
     def of(
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         segment_ids: Int[Array, "B T"] | None,
         positions: Int[Array, "B T"] | None = None,
         cache: HybridCache | None = None,

@@ -25,8 +25,8 @@ class GatedDeltaNet(nnx.Module):
         o       = gated_delta(q, k, v, g, beta), q and k normalised
         y       = (rmsnorm(o) * silu(z)) W_out
 
-    Letters: `H` key heads, `HV` value heads, `R = HV // H`, widths `K` and `V`. Everything that belongs to a key head is
-    stored beside it, so that splitting heads over devices moves nothing: `in_proj_qkvz.kernel [D, H, 2K + 2RV]`,
+    Letters: `H` key heads, `HV` value heads, `R = HV // H`, widths `K` and `V`. Everything that belongs to a key head
+    is stored beside it, so that splitting heads over devices moves nothing: `in_proj_qkvz.kernel [D, H, 2K + 2RV]`,
     `in_proj_ba.kernel [D, H, 2R]`, `conv1d [W, H, 2K + RV]`, `A_log [HV]`, `dt_bias [HV]`, `norm.scale [V]`,
     `out_proj.kernel [HV, V, D]`. `A_log`, `dt_bias` and `norm.scale` are float32 whatever `param_dtype` is.
 
@@ -122,8 +122,8 @@ class GatedDeltaNet(nnx.Module):
 
         Args:
             x: Rows of tokens.
-            segment_ids: Int32; 0 is padding, on any side: it changes nothing, and its output is exactly 0. A change of id
-                starts another document, with no memory of the one before, convolution included. A mask of zeros and
+            segment_ids: Int32; 0 is padding, on any side: it changes nothing, and its output is exactly 0. A change of
+                id starts another document, with no memory of the one before, convolution included. A mask of zeros and
                 ones is a legal value.
             state: What the tokens before these left, from `init_state` or an earlier call.
             return_state: Whether to return the state after these tokens as well.
@@ -145,12 +145,13 @@ class GatedDeltaNet(nnx.Module):
             self.dt_bias[...],
             allow_neg_eigval=self.allow_neg_eigval,
         )
-        step = state is not None and segment_ids is None and 0 < T <= _MAX_STEP
-        qkv, conv = self._convolve(qkv, segment_ids, state, step, return_state)
+        conv, recurrent = (None, None) if state is None else (state.conv, state.recurrent)
+        step = segment_ids is None and 0 < T <= _MAX_STEP
+        qkv, conv = self._convolve(qkv, conv, segment_ids, step, return_state)
         q, k, v = jnp.split(qkv, [K, 2 * K], axis=-1)
         v = v.reshape(B, T, HV, V)
-        if step:
-            o, recurrent = jaxqla.gated_delta_step(q, k, v, g, beta, state.recurrent, qk_l2norm=True)
+        if recurrent is not None and step:
+            o, recurrent = jaxqla.gated_delta_step(q, k, v, g, beta, recurrent, qk_l2norm=True)
         else:
             o, recurrent = jaxqla.gated_delta(
                 q,
@@ -158,14 +159,18 @@ class GatedDeltaNet(nnx.Module):
                 v,
                 g,
                 beta,
-                initial_state=None if state is None else state.recurrent,
+                initial_state=recurrent,
                 return_final_state=return_state,
                 segment_ids=segment_ids,
                 qk_l2norm=True,
                 implementation=self.implementation,
             )
         y = self.out_proj(self.norm(o, z.reshape(B, T, HV, V)))
-        return (y, GDNState(conv, recurrent)) if return_state else y
+        if not return_state:
+            return y
+        assert conv is not None
+        assert recurrent is not None
+        return y, GDNState(conv, recurrent)
 
     def init_state(self, batch: int, *, dtype: DTypeLike | None = None) -> GDNState:
         """The state before the first token: zeros.
@@ -181,13 +186,20 @@ class GatedDeltaNet(nnx.Module):
             constrain(conv, "batch", None, "gdn_heads", None), constrain(recurrent, "batch", "gdn_heads", None, None)
         )
 
-    def _convolve(self, qkv, segment_ids, state, step, return_state):
+    def _convolve(
+        self,
+        qkv: Float[Array, "B T H C"],
+        state: Float[Array, "B W1 H C"] | None,
+        segment_ids: Int[Array, "B T"] | None,
+        step: bool,
+        return_state: bool,
+    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B W1 H C"] | None]:
         B, T, H, channels = qkv.shape
-        taps = self.taps
-        weight = self.conv1d[...].astype(qkv.dtype).reshape(taps, H * channels)
+        shape = (B, self.taps - 1, H, channels)
+        weight = self.conv1d[...].astype(qkv.dtype).reshape(self.taps, H * channels)
         flat = qkv.reshape(B, T, H * channels)
-        before = None if state is None else state.conv.astype(qkv.dtype).reshape(B, taps - 1, H * channels)
-        if step:
+        before = None if state is None else state.astype(qkv.dtype).reshape(B, self.taps - 1, H * channels)
+        if before is not None and step:
             y, after = jaxqla.causal_conv1d_step(flat, weight, state=before, activation="silu")
         else:
             y, after = jaxqla.causal_conv1d(
@@ -198,7 +210,6 @@ class GatedDeltaNet(nnx.Module):
                 return_final_state=return_state,
                 segment_ids=segment_ids,
             )
-        if return_state:
-            after = after.reshape(B, taps - 1, H, channels)
-            after = after if state is None else after.astype(state.conv.dtype)
+        if after is not None:
+            after = after.reshape(shape).astype(qkv.dtype if state is None else state.dtype)
         return y.reshape(qkv.shape), after

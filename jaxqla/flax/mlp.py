@@ -45,6 +45,7 @@ class SwiGLU(nnx.Module):
         self.down_proj = linear(intermediate_size, hidden_size, kernel_metadata=axes("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Applies the layer to each token."""
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -116,6 +117,7 @@ class SparseMoE(nnx.Module):
         self.shared_expert_gate = linear(hidden_size, 1, kernel_metadata=axes("embed", None))
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Applies the layer to each token."""
         shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         tokens = x.reshape(-1, x.shape[-1])
         # In float32, so that ties between experts are as rare as the router means them to be.

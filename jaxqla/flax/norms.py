@@ -27,6 +27,7 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.zeros(features, param_dtype), **axes(axis))
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
+        """Normalises the last axis."""
         return (_normalise(x, self.eps) * (1 + self.scale[...].astype(jnp.float32))).astype(x.dtype)
 
 
@@ -45,6 +46,7 @@ class GatedRMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features, jnp.float32), **axes(None))
 
     def __call__(self, x: Float[Array, "*rows V"], gate: Float[Array, "*rows V"]) -> Float[Array, "*rows V"]:
+        """Normalises the last axis of `x`, then multiplies by the gate."""
         y = _normalise(x, self.eps) * self.scale[...].astype(jnp.float32)
         return (y * jax.nn.silu(gate.astype(jnp.float32))).astype(x.dtype)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from flax import nnx
@@ -54,8 +55,8 @@ def use_mesh(
 
     Args:
         mesh: Of any axes; rules for axes that it does not have mean replication.
-        sizes: Sizes of logical axes, as `QwenConfig.axis_sizes()` gives them: an axis that the mesh does not divide, such
-            as two key-value heads over four devices, is replicated. `gdn_heads` is not forgiven: it raises.
+        sizes: Sizes of logical axes, as `QwenConfig.axis_sizes()` gives them: an axis that the mesh does not divide,
+            such as two key-value heads over four devices, is replicated. `gdn_heads` is not forgiven: it raises.
         rules: From logical axis to mesh axes.
 
     Raises:
@@ -75,7 +76,7 @@ def use_mesh(
         yield mesh
 
 
-def axes(*names: str | None) -> dict[str, object]:
+def axes(*names: str | None) -> dict[str, Any]:
     """Metadata of a parameter whose axes have these names; on a mesh it is placed as it is created."""
     return {"out_sharding": names, "eager_sharding": not jax.sharding.get_abstract_mesh().empty}
 

@@ -87,13 +87,13 @@ class QwenConfig:
             ValueError: The model is of another architecture, quantised, or has an option that is not built; the message
                 names it.
         """
-        if isinstance(source, str | Path):
-            path = Path(source)
-            path = path / "config.json" if path.is_dir() else path
-            if not path.is_file():
-                raise FileNotFoundError(message("QwenConfig.from_hf", "source", "be a config.json or its folder", path))
-            source = json.loads(path.read_text())
-        return _from_hf(source)
+        if isinstance(source, Mapping):
+            return _from_hf(source)
+        path = Path(source)
+        path = path / "config.json" if path.is_dir() else path
+        if not path.is_file():
+            raise FileNotFoundError(message("QwenConfig.from_hf", "source", "be a config.json or its folder", path))
+        return _from_hf(json.loads(path.read_text()))
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "QwenConfig":
@@ -256,7 +256,7 @@ def _from_hf(source: Mapping[str, Any]) -> QwenConfig:
             raise ValueError(message("QwenConfig.from_hf", name, f"be {want!r}", repr(got)))
     # What transformers takes where a file is silent.
     names = {field.name for field in dataclasses.fields(QwenConfig)}
-    fields = {"vocab_size": 248320, "num_attention_heads": 16, "max_position_embeddings": 32768}
+    fields: dict[str, Any] = {"vocab_size": 248320, "num_attention_heads": 16, "max_position_embeddings": 32768}
     fields |= {name: text[name] for name in names if name in text and text[name] is not None}
     fields["model_type"] = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}.get(model_type, model_type)
     fields["rope_theta"] = float(rope.get("rope_theta", 10_000.0))

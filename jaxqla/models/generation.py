@@ -34,8 +34,8 @@ def generate(model: QwenForCausalLM, tokens: Int[Array, "B T"], **options: Any) 
         **options: Those of `stream`.
 
     Returns:
-        The new tokens, `[B, max_new_tokens]`: fewer where every row has stopped, and `pad_token_id` after the token that
-        stopped a row.
+        The new tokens, `[B, max_new_tokens]`: fewer where every row has stopped, and `pad_token_id` after the token
+        that stopped a row.
 
     Raises:
         ValueError: As `stream` does.

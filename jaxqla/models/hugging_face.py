@@ -1,36 +1,29 @@
-"""Weights from and to folders of safetensors as Hugging Face writes them.
-
-Every parameter has a `Source`: the tensors of the checkpoint that it is made of, and how. A source reads only the part
-that a shard needs, and writes the same tensors back, bit for bit.
-"""
+"""Weights from and to folders of safetensors as Hugging Face writes them."""
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxqla._checks import message
 from jaxqla.flax import use_mesh
+from jaxqla.models._checkpoint import Files, Naming, Source, is_float32, source_of
 from jaxqla.models.config import QwenConfig
 from jaxqla.models.qwen import QwenForCausalLM
 
 # Parts of a checkpoint that a text model has no use for.
 _SKIPPED = ("model.visual.", "visual.", "mtp.")
-_PREFIXES = ("model.language_model.", "model.")
-_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-Index = tuple[slice, ...]
 
 
 @dataclass
@@ -39,8 +32,8 @@ class Report:
 
     Attributes:
         mapped: Names of tensors that were loaded.
-        skipped: Names of tensors that this model has no use for: of a vision tower, of a multi-token-prediction head that
-            the configuration does not have, and an output projection that is tied to the embedding.
+        skipped: Names of tensors that this model has no use for: of a vision tower, of a multi-token-prediction head
+            that the configuration does not have, and an output projection that is tied to the embedding.
         unknown: Names of all others; loading warns of them.
     """
 
@@ -62,14 +55,15 @@ def load(
 ) -> tuple[QwenForCausalLM, Report]:
     """Loads a model from a local folder with `config.json` and safetensors, one file or several with an index.
 
-    Takes the layouts of Qwen3-Next and of Qwen3.5, experts fused or one by one, text checkpoints and those with a vision
-    tower, whose tensors are skipped. Reads one parameter at a time, and of it what this process's devices hold.
+    Takes the layouts of Qwen3-Next and of Qwen3.5, experts fused or one by one, text checkpoints and those with a
+    vision tower, whose tensors are skipped. Reads one parameter at a time, and of it what this process's devices hold.
 
     Args:
         path: The folder.
         mesh: Where the parameters go, by `jaxqla.flax.LOGICAL_RULES`. The default is the default device.
         dtype: Of the computation; None takes that of the parameters.
-        param_dtype: Of the parameters; None keeps what the file has. `A_log`, `dt_bias` and the gated norms are float32.
+        param_dtype: Of the parameters; None keeps what the file has. `A_log`, `dt_bias` and the gated norms are
+            float32.
         **options: Others of `QwenForCausalLM`, such as `scan_layers`.
 
     Returns:
@@ -77,13 +71,13 @@ def load(
 
     Raises:
         FileNotFoundError: The folder has no configuration, no safetensors, or not all that its index names.
-        ValueError: The architecture is another; tensors are missing, of another shape or of a dtype that is no float of 16
-            bits or more: the message names them.
+        ValueError: The architecture is another; tensors are missing, of another shape or of a dtype that is no float of
+            16 bits or more: the message names them.
     """
     config = QwenConfig.from_hf(path)
     with ExitStack() as stack:
         placed = stack.enter_context(use_mesh(mesh, sizes=config.axis_sizes())) if mesh is not None else None
-        files = _Files(stack, Path(path))
+        files = Files(stack, Path(path))
 
         def new_model() -> QwenForCausalLM:
             return QwenForCausalLM(
@@ -92,14 +86,14 @@ def load(
 
         graph, state = nnx.split(nnx.eval_shape(new_model))
         variables = dict(nnx.to_flat_state(state))
-        sources = {name: _source(config, files.naming(), name) for name in variables}
+        sources = {name: source_of(config, files.naming(), name) for name in variables}
         report = _check(config, files, {sources[name]: x.shape for name, x in variables.items()})
         shardings = {} if placed is None else dict(nnx.to_flat_state(nnx.get_named_sharding(state, placed)))
         loaded = []
         for name, variable in variables.items():
-            keep = param_dtype is None and not _is_float32(name)
+            keep = param_dtype is None and not is_float32(name)
             target = files.dtype(sources[name].names[0]) if keep else variable.dtype
-            sharding = shardings[name].get_value() if name in shardings else SingleDeviceSharding(_default_device())
+            sharding = shardings[name].get_value() if name in shardings else None
             loaded.append((name, variable.replace(_array(files, sources[name], variable.shape, target, sharding))))
         return nnx.merge(graph, nnx.from_flat_state(loaded)), report
 
@@ -113,30 +107,27 @@ def save(model: QwenForCausalLM, path: str | Path) -> None:
     """
     config, folder = model.config, Path(path)
     folder.mkdir(parents=True, exist_ok=True)
-    naming = _Naming("model.", fused_experts=False, grouped_projections=config.is_next)
+    naming = Naming("model.", fused_experts=False, grouped_projections=config.is_next)
     tensors: dict[str, np.ndarray] = {}
     for name, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
-        tensors |= _source(config, naming, name).write(np.asarray(jax.device_get(variable[...])))
+        tensors |= source_of(config, naming, name).write(np.asarray(jax.device_get(variable[...])))
     tensors = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     dtype = model.embed_tokens.embedding.dtype.name
     (folder / "config.json").write_text(json.dumps({**config.to_hf(), "dtype": dtype}, indent=2) + "\n")
 
 
-def _array(files: "_Files", source: "Source", shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
-    def part(index: Index) -> np.ndarray:
+def _array(files: Files, source: Source, shape: tuple[int, ...], dtype: Any, sharding: Sharding | None) -> jax.Array:
+    def part(index: Any) -> np.ndarray:
         whole = tuple(slice(*i.indices(n)[:2]) for i, n in zip(index, shape, strict=True))
         return source.read(files, whole).astype(dtype)
 
+    if sharding is None:
+        return jnp.asarray(part((slice(None),) * len(shape)))
     return jax.make_array_from_callback(shape, sharding, part)
 
 
-def _default_device() -> jax.Device:
-    device = jax.config.jax_default_device
-    return device if isinstance(device, jax.Device) else jax.local_devices(backend=device)[0]
-
-
-def _check(config: QwenConfig, files: "_Files", sources: Mapping["Source", tuple[int, ...]]) -> Report:
+def _check(config: QwenConfig, files: Files, sources: Mapping[Source, tuple[int, ...]]) -> Report:
     shapes: dict[str, tuple[int, ...]] = {}
     for source, shape in sources.items():
         shapes |= source.shapes(shape)
@@ -155,322 +146,3 @@ def _check(config: QwenConfig, files: "_Files", sources: Mapping["Source", tuple
         rule = "have only tensors that the model knows"
         warnings.warn(message("load", "path", rule, f"{len(report.unknown)} others: {report.unknown}"), stacklevel=3)
     return report
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
-
-
-class _Naming(NamedTuple):
-    """What differs between checkpoints: the prefix of the text model, and the layouts of experts and projections."""
-
-    prefix: str
-    fused_experts: bool
-    grouped_projections: bool
-
-
-class _Files:
-    """The tensors of a folder by name, whatever file they are in."""
-
-    def __init__(self, stack: ExitStack, folder: Path):
-        index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = sorted(file.name for file in folder.glob("*.safetensors"))
-        if not names:
-            raise FileNotFoundError(message("load", "path", "have *.safetensors", folder))
-        self._slices: dict[str, Any] = {}
-        for name in names:
-            if not (folder / name).is_file():
-                raise FileNotFoundError(message("load", "path", "have the files of its index", folder / name))
-            file = stack.enter_context(safe_open(folder / name, "np"))
-            self._slices |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._slices)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._slices
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slices[name].get_shape())
-
-    def dtype(self, name: str) -> Any:
-        kind = self._slices[name].get_dtype()
-        if kind not in _DTYPES:
-            rule = f"have a dtype of {', '.join(_DTYPES)}; load the unquantised checkpoint"
-            raise ValueError(message("load", name, rule, kind))
-        return jnp.dtype(_DTYPES[kind])
-
-    def read(self, name: str, *index: slice) -> np.ndarray:
-        return self._slices[name][index]
-
-    def naming(self) -> _Naming:
-        return _Naming(
-            next((prefix for prefix in _PREFIXES if f"{prefix}embed_tokens.weight" in self), _PREFIXES[-1]),
-            fused_experts=any(name.endswith("mlp.experts.gate_up_proj") for name in self),
-            grouped_projections=any(name.endswith("linear_attn.in_proj_qkvz.weight") for name in self),
-        )
-
-
-# -- sources -----------------------------------------------------------------------------------------------------------
-
-
-class Source(Protocol):
-    """The tensors of a checkpoint that make one parameter."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Their names."""
-        ...
-
-    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-        """The shapes they must have, for a parameter of this shape."""
-        ...
-
-    def read(self, files: _Files, index: Index) -> np.ndarray:
-        """The part of the parameter at `index`, whose slices have both ends."""
-        ...
-
-    def write(self, x: np.ndarray) -> dict[str, np.ndarray]:
-        """The tensors of a parameter."""
-        ...
-
-
-@dataclass(frozen=True)
-class Same:
-    """The tensor as it is, or the matrix transposed."""
-
-    name: str
-    transposed: bool = False
-
-    @property
-    def names(self):
-        return (self.name,)
-
-    def shapes(self, shape):
-        return {self.name: shape[::-1] if self.transposed else shape}
-
-    def read(self, files, index):
-        return files.read(self.name, *index[::-1]).T if self.transposed else files.read(self.name, *index)
-
-    def write(self, x):
-        return {self.name: x.T if self.transposed else x}
-
-
-class Piece(NamedTuple):
-    """Rows of a matrix: `width` for each head, from row `first` on."""
-
-    name: str
-    first: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Heads:
-    """`[D, heads, widths]` from rows of matrices `[out, D]`: of each head, its rows of every piece.
-
-    A convolution, `[out, 1, D]`, is the same with an axis more.
-    """
-
-    pieces: tuple[Piece, ...]
-    convolution: bool = False
-
-    @property
-    def names(self):
-        return tuple(dict.fromkeys(piece.name for piece in self.pieces))
-
-    def shapes(self, shape):
-        rows = dict.fromkeys(self.names, 0)
-        for piece in self.pieces:
-            rows[piece.name] += shape[1] * piece.width
-        return {name: (n, 1, shape[0]) if self.convolution else (n, shape[0]) for name, n in rows.items()}
-
-    def read(self, files, index):
-        columns, heads, widths = index
-        parts = []
-        for name, first, width in self.pieces:
-            rows = slice(first + heads.start * width, first + heads.stop * width)
-            x = files.read(name, rows, *[slice(None)] * self.convolution, columns)
-            parts.append(x.reshape(heads.stop - heads.start, width, -1))
-        return np.concatenate(parts, axis=1).transpose(2, 0, 1)[:, :, widths]
-
-    def write(self, x):
-        tensors: dict[str, list[np.ndarray]] = {name: [] for name in self.names}
-        at = 0
-        for name, _, width in self.pieces:
-            tensors[name].append(x[:, :, at : at + width].transpose(1, 2, 0).reshape(-1, x.shape[0]))
-            at += width
-        rows = {name: np.concatenate(parts) for name, parts in tensors.items()}
-        return {name: y[:, None] for name, y in rows.items()} if self.convolution else rows
-
-
-@dataclass(frozen=True)
-class HeadsOut:
-    """`[heads, width, D]` from the columns of a matrix `[D, heads * width]`."""
-
-    name: str
-    width: int
-
-    @property
-    def names(self):
-        return (self.name,)
-
-    def shapes(self, shape):
-        return {self.name: (shape[2], shape[0] * shape[1])}
-
-    def read(self, files, index):
-        heads, widths, rows = index
-        x = files.read(self.name, rows, slice(heads.start * self.width, heads.stop * self.width))
-        return x.T.reshape(heads.stop - heads.start, self.width, -1)[:, widths]
-
-    def write(self, x):
-        return {self.name: x.reshape(-1, x.shape[2]).T}
-
-
-@dataclass(frozen=True)
-class Experts:
-    """`[E, in, out]` from a matrix `[out, in]` of each expert."""
-
-    pattern: str  # with {} for the expert
-    count: int
-
-    @property
-    def names(self):
-        return tuple(self.pattern.format(e) for e in range(self.count))
-
-    def shapes(self, shape):
-        return dict.fromkeys(self.names, (shape[2], shape[1]))
-
-    def read(self, files, index):
-        experts, rows, columns = index
-        return np.stack([files.read(name, columns, rows).T for name in self.names[experts]])
-
-    def write(self, x):
-        return {name: y.T for name, y in zip(self.names, x, strict=True)}
-
-
-@dataclass(frozen=True)
-class FusedExperts:
-    """`[E, in, out]` from part `part` of `parts` of the rows of `[E, parts * out, in]`. It is read, never written."""
-
-    name: str
-    part: int
-    parts: int
-
-    @property
-    def names(self):
-        return (self.name,)
-
-    def shapes(self, shape):
-        return {self.name: (shape[0], self.parts * shape[2], shape[1])}
-
-    def read(self, files, index):
-        experts, rows, columns = index
-        first = self.part * (files.shape(self.name)[1] // self.parts)
-        x = files.read(self.name, experts, slice(first + columns.start, first + columns.stop), rows)
-        return x.swapaxes(1, 2)
-
-    def write(self, x):
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """A parameter of the same kind of each block, with a leading axis of blocks."""
-
-    blocks: tuple[Source, ...]
-
-    @property
-    def names(self):
-        return tuple(name for block in self.blocks for name in block.names)
-
-    def shapes(self, shape):
-        return {name: x for block in self.blocks for name, x in block.shapes(shape[1:]).items()}
-
-    def read(self, files, index):
-        return np.stack([block.read(files, index[1:]) for block in self.blocks[index[0]]])
-
-    def write(self, x):
-        return {name: y for block, part in zip(self.blocks, x, strict=True) for name, y in block.write(part).items()}
-
-
-# -- which source each parameter has -----------------------------------------------------------------------------------
-
-
-def _is_float32(name: tuple[Any, ...]) -> bool:
-    return name[-1] in ("A_log", "dt_bias") or name[-3:-1] == ("linear_attn", "norm")
-
-
-def _source(config: QwenConfig, naming: _Naming, name: tuple[Any, ...]) -> Source:
-    """The source of the parameter at a path such as `("layers", 3, "self_attn", "q_proj", "kernel")`."""
-    if name[0] == "blocks":
-        length = config.block_length
-        layers = range(int(name[2]), config.num_hidden_layers, length)
-        return Stacked(tuple(_source(config, naming, ("layers", i, *name[3:])) for i in layers))
-    match name:
-        case ("embed_tokens", "embedding"):
-            return Same(f"{naming.prefix}embed_tokens.weight")
-        case ("lm_head", "kernel"):
-            return Same("lm_head.weight", transposed=True)
-        case ("layers", i, *rest):
-            return _layer_source(config, naming, f"{naming.prefix}layers.{i}.", tuple(rest))
-        case ("mtp", "layers", i, *rest):
-            return _layer_source(config, naming, f"mtp.layers.{i}.", tuple(rest))
-        case ("mtp", "fc", "kernel"):
-            return Same("mtp.fc.weight", transposed=True)
-        case ("mtp", norm, "scale"):
-            return Same(f"mtp.{norm}.weight")
-        case _:
-            return Same(f"{naming.prefix}norm.weight")
-
-
-def _layer_source(config: QwenConfig, naming: _Naming, prefix: str, name: tuple[Any, ...]) -> Source:
-    where = prefix + ".".join(name[:-1])
-    match name:
-        case ("linear_attn", *rest):
-            return _gdn_source(config, naming, f"{prefix}linear_attn.", tuple(rest))
-        case ("self_attn", "q_proj", _):
-            return Heads((Piece(f"{where}.weight", 0, 2 * config.head_dim),))
-        case ("self_attn", "k_proj" | "v_proj", _):
-            return Heads((Piece(f"{where}.weight", 0, config.head_dim),))
-        case ("self_attn", "o_proj", _):
-            return HeadsOut(f"{where}.weight", config.head_dim)
-        case ("mlp", "router", _):
-            return Same(f"{prefix}mlp.gate.weight", transposed=True)
-        case ("mlp", "gate_proj" | "up_proj" | "down_proj" as part):
-            if not naming.fused_experts:
-                return Experts(f"{prefix}mlp.experts.{{}}.{part}.weight", config.num_experts)
-            if part == "down_proj":
-                return FusedExperts(f"{prefix}mlp.experts.down_proj", 0, 1)
-            return FusedExperts(f"{prefix}mlp.experts.gate_up_proj", ("gate_proj", "up_proj").index(part), 2)
-        case (*_, "kernel"):
-            return Same(f"{where}.weight", transposed=True)
-        case _:
-            return Same(f"{where}.weight")
-
-
-def _gdn_source(config: QwenConfig, naming: _Naming, prefix: str, name: tuple[Any, ...]) -> Source:
-    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    R = config.linear_num_value_heads // H
-
-    def qkv(name: str) -> tuple[Piece, ...]:
-        return (Piece(name, 0, K), Piece(name, H * K, K), Piece(name, 2 * H * K, R * V))
-
-    match name:
-        case ("in_proj_qkvz", _) if naming.grouped_projections:
-            return Heads((Piece(f"{prefix}in_proj_qkvz.weight", 0, 2 * K + 2 * R * V),))
-        case ("in_proj_qkvz", _):
-            return Heads((*qkv(f"{prefix}in_proj_qkv.weight"), Piece(f"{prefix}in_proj_z.weight", 0, R * V)))
-        case ("in_proj_ba", _) if naming.grouped_projections:
-            return Heads((Piece(f"{prefix}in_proj_ba.weight", 0, 2 * R),))
-        case ("in_proj_ba", _):
-            return Heads((Piece(f"{prefix}in_proj_b.weight", 0, R), Piece(f"{prefix}in_proj_a.weight", 0, R)))
-        case ("conv1d",):
-            return Heads(qkv(f"{prefix}conv1d.weight"), convolution=True)
-        case ("out_proj", _):
-            return HeadsOut(f"{prefix}out_proj.weight", V)
-        case ("norm", _):
-            return Same(f"{prefix}norm.weight")
-        case _:
-            return Same(prefix + name[0])

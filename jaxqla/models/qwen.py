@@ -1,5 +1,6 @@
 """Qwen hybrid models: Gated DeltaNet layers with a full-attention layer after every few of them."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from jaxqla.flax import (
     SparseMoE,
     SwiGLU,
 )
+from jaxqla.flax.attention import Implementation
 from jaxqla.flax.sharding import axes, constrain
 from jaxqla.models.config import ATTENTION, GDN, QwenConfig
 
@@ -32,7 +34,8 @@ State = GDNState | KVState
 class DecoderLayer(nnx.Module):
     """`h = x + mixer(norm(x))`, then `h + mlp(norm(h))`.
 
-    The mixer is `linear_attn`, a `GatedDeltaNet`, or `self_attn`, a `GatedAttention`; `mlp` a `SwiGLU` or a `SparseMoE`.
+    The mixer is `linear_attn`, a `GatedDeltaNet`, or `self_attn`, a `GatedAttention`; `mlp` is a `SwiGLU` or a
+    `SparseMoE`.
 
     Args:
         config: Of the model.
@@ -54,7 +57,7 @@ class DecoderLayer(nnx.Module):
         dtype: DTypeLike | None,
         param_dtype: DTypeLike,
         implementation: str | None,
-        attention_implementation: str,
+        attention_implementation: Implementation,
         rngs: nnx.Rngs,
     ):
         common: dict[str, Any] = {
@@ -113,15 +116,17 @@ class DecoderLayer(nnx.Module):
         state: State | None = None,
     ) -> tuple[Float[Array, "B T D"], State | None]:
         """Runs the layer; the state after it is None where none went in."""
+        mix = self._mixer(places)
         h = self.input_layernorm(x)
-        keep = state is not None
-        if self.kind == GDN:
-            out = self.linear_attn(h, segment_ids=segment_ids, state=state, return_state=keep)
+        if state is None:
+            y = mix(h, segment_ids=segment_ids)
         else:
-            out = self.self_attn(h, places=places, state=state, return_state=keep)
-        y, state = out if keep else (out, None)
+            y, state = mix(h, segment_ids=segment_ids, state=state, return_state=True)
         x = constrain(x + y, "batch", None, None)
         return constrain(x + self.mlp(self.post_attention_layernorm(x)), "batch", None, None), state
+
+    def _mixer(self, places: Places) -> Callable[..., Any]:
+        return self.linear_attn if self.kind == GDN else functools.partial(self.self_attn, places=places)
 
     def init_state(self, batch: int, max_length: int, dtype: DTypeLike | None) -> State:
         """The state before the first token."""
@@ -139,6 +144,7 @@ class Block(nnx.Module):
     def __call__(
         self, x: Array, places: Places, segment_ids: Array | None, states: tuple[State, ...] | None = None
     ) -> tuple[Array, tuple[State, ...] | None]:
+        """Runs the layers; the states after them are None where none went in."""
         new = []
         for i, layer in enumerate(self.layers):
             x, state = layer(x, places, segment_ids, None if states is None else states[i])
@@ -181,6 +187,7 @@ class MultiTokenPredictor(nnx.Module):
     def __call__(
         self, embedded: Array, hidden: Array, places: Places, segment_ids: Array | None
     ) -> Float[Array, "B T D"]:
+        """What `QwenForCausalLM.logits` takes, from the embedded next tokens and the hidden states."""
         x = self.fc(jnp.concatenate([self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)], axis=-1))
         for layer in self.layers:
             x, _ = layer(x, places, segment_ids)
@@ -221,7 +228,7 @@ class QwenForCausalLM(nnx.Module):
         remat: bool = False,
         remat_policy: Callable[..., Any] | None = None,
         implementation: str | None = None,
-        attention_implementation: str = "xla",
+        attention_implementation: Implementation = "xla",
         rngs: nnx.Rngs,
     ):
         self.config, self.dtype = config, dtype
