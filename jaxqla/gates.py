@@ -51,6 +51,8 @@ def gdn_gates(
     named = {name: jnp.asarray(x) for name, x in named.items()}
     _checks.check_gates("gdn_gates", **named, allow_neg_eigval=allow_neg_eigval)
     a, b, A_log, dt_bias = (x.astype(jnp.float32) for x in named.values())
-    g = -jnp.exp(jnp.minimum(A_log, MAX_A_LOG)) * jax.nn.softplus(a + dt_bias)
+    # A sum that overflows would make NaN of a rate of zero.
+    dt = jax.nn.softplus(jnp.minimum(a + dt_bias, jnp.finfo(jnp.float32).max))
+    g = -jnp.exp(jnp.minimum(A_log, MAX_A_LOG)) * dt
     beta = jax.nn.sigmoid(b)
     return jnp.maximum(g, MIN_G), 2 * beta if allow_neg_eigval else beta
