@@ -45,7 +45,7 @@ def forward(
         if is_token is not None:
             o = _slots.keep(is_token, o)
             S_next = jnp.where(is_token[:, None, None, None], S_next, S)
-        return S_next, (o.astype(v.dtype), S_next.astype(state.dtype))
+        return S_next, (o, S_next.astype(state.dtype))
 
     S = _math.vary_like(_slots.read(state, state_indices).astype(jnp.float32), *arrays)
     S, (o, states) = lax.scan(step, S, tokens, unroll=True)
