@@ -102,18 +102,19 @@ def step(
 
     The arguments are those of `jaxqla.causal_conv1d_step`, after its checks.
     """
-    B, T, _ = x.shape
-    past = weight.shape[0] - 1
+    T, past = x.shape[1], weight.shape[0] - 1
     is_token = _slots.tokens(T, state, state_indices, valid_lengths)
-    window = jnp.concatenate([_slots.read(state, state_indices), _slots.keep(is_token, x)], axis=1)
-    y = _slots.keep(is_token, _finish(_weigh(weight, _windows(window, past)), bias, silu, x))
-    # A token that does not count leaves the state where it was.
-    ends = jnp.broadcast_to(np.arange(1, T + 1, dtype=np.int32), (B, T))
-    if is_token is not None:
-        ends = jnp.minimum(ends, jnp.sum(is_token, axis=1, dtype=jnp.int32, keepdims=True))
-    places = ends[:, :, None] + np.arange(past, dtype=np.int32)
-    states = _take_rows(window, places.reshape(B, T * past)).reshape(B, T, past, -1)
-    return y, _slots.write(state, state_indices, states[:, -1]), states
+    last = _slots.read(state, state_indices)
+    window = jnp.concatenate([last, x], axis=1)
+    # Masked before anything is computed from them, so that no NaN reaches a result or a gradient.
+    taps = [_slots.keep(is_token, tap) for tap in _windows(window, past)]
+    y = _slots.keep(is_token, _finish(_weigh(weight, taps), bias, silu, x))
+    states = []
+    for t in range(T):
+        after = window[:, t + 1 : t + 1 + past]
+        last = after if is_token is None else jnp.where(is_token[:, t, None, None], after, last)
+        states.append(last)
+    return y, _slots.write(state, state_indices, last), jnp.stack(states, axis=1)
 
 
 # -- one sequence a row ------------------------------------------------------------------------------------------------
@@ -249,14 +250,19 @@ def _of_sequences(T: int, cu_seqlens: Int[Array, " N+1"], past: int) -> _Layout:
     return _Layout(is_token[None], taps, entering, leaving, kept)
 
 
-@jax.custom_vjp
 def _read(x: Float[Array, "B L D"], reads: _Reads) -> Float[Array, "B M D"]:
+    # In a shard_map a state that is the same on all devices may be read at places that are not.
+    return _read_varying(_math.vary_like(x, reads.source), reads)
+
+
+@jax.custom_vjp
+def _read_varying(x: Float[Array, "B L D"], reads: _Reads) -> Float[Array, "B M D"]:
     return _take_rows(x, reads.source)
 
 
-_read.defvjp(
-    lambda x, reads: (_read(x, reads), reads),
-    lambda reads, dy: (_read(dy, _Reads(reads.target, reads.source)), None),
+_read_varying.defvjp(
+    lambda x, reads: (_read_varying(x, reads), reads),
+    lambda reads, dy: (_read_varying(dy, _Reads(reads.target, reads.source)), None),
 )
 
 
