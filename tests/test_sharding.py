@@ -1,7 +1,5 @@
 """The op on eight devices: split by rows and heads with no collective, equal to one device."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +10,10 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
+from tests.compiled import collectives
 from tests.tolerance import assert_trees_close
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
-COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CONTEXTS = {
     "auto": (AUTO, AUTO),
@@ -57,11 +55,6 @@ def placed(mesh, arrays, partitions):
     return [
         jax.device_put(np.asarray(x), NamedSharding(mesh, spec)) for x, spec in zip(arrays, partitions, strict=True)
     ]
-
-
-def collectives(function, *arrays):
-    text = function.lower(*arrays).compile().as_text()
-    return {name: n for name in COLLECTIVES if (n := len(re.findall(rf"\b{name}(?:-start)?\(", text)))}
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
