@@ -90,8 +90,31 @@ def _backward_states(suffix: str, v_tile: int) -> Kernel:
     )
 
 
+def _backward_gradients(suffix: str) -> Kernel:
+    return Kernel(
+        name=f"gdn_backward_gradients_{suffix}",
+        builder="kernels.backward_gradients:backward_gradients",
+        operands=(
+            "q",
+            "k",
+            "do",
+            "states",
+            "errors",
+            "dstates",
+            "derrors",
+            "g_cum",
+            "beta",
+            "cu_seqlens",
+            "row_flags",
+        ),
+        results=("dq", "dk", "dg", "dbeta"),
+        dtype=DTYPES[suffix],
+    )
+
+
 KERNELS = (
     *(_chunk_inverse(suffix, inverse) for suffix in DTYPES for inverse in (True, False)),
     *(_fused_forward(suffix, v_tile) for suffix in DTYPES for v_tile in V_TILES),
     *(_backward_states(suffix, 64) for suffix in DTYPES),
+    *(_backward_gradients(suffix) for suffix in DTYPES),
 )

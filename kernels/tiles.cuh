@@ -133,12 +133,13 @@ __device__ __forceinline__ void store_operand(const T* x, void* tiles) {
   }
 }
 
-// scale lower(p) exp2(g_i - g_j) of the accumulator fragment of Q K^T, by a warpgroup, into a swizzled tile whose
-// blocks above the diagonal stay as they are.
-template <typename T>
-__device__ __forceinline__ void decay_scores(const float* p, const float* g, float scale, T* tile) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
-  const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
+// Writes the lower triangle of factor(i, j) exp2(g_i - g_j) x_ij, with its diagonal unless kStrict, of an accumulator
+// fragment x of a warpgroup into a swizzled tile whose blocks above the diagonal stay as they are.
+template <bool kStrict, typename T, typename Factor>
+__device__ __forceinline__ void store_decayed(const float* x, const float* g, T* tile, Factor factor) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = (lane & 3) * 2;
+  const int low = warp * 16 + (lane >> 2), high = low + 8;
+  const float g_low = g[low], g_high = g[high];
   const uint32_t target = shared_address(tile) + (warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128;
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
@@ -146,16 +147,19 @@ __device__ __forceinline__ void decay_scores(const float* p, const float* g, flo
       uint32_t packed[4];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float2 g_column = *reinterpret_cast<const float2*>(g + block * 16 + half * 8 + column);
-        const float* x = p + block * 8 + half * 4;
-        float y[4] = {x[0] * (scale * exp2f(g_low - g_column.x)), x[1] * (scale * exp2f(g_low - g_column.y)),
-                      x[2] * (scale * exp2f(g_high - g_column.x)), x[3] * (scale * exp2f(g_high - g_column.y))};
+        const int c = block * 16 + half * 8 + column;
+        const float2 g_column = *reinterpret_cast<const float2*>(g + c);
+        const float* z = x + block * 8 + half * 4;
+        float y[4] = {z[0] * (factor(low, c) * exp2f(g_low - g_column.x)),
+                      z[1] * (factor(low, c + 1) * exp2f(g_low - g_column.y)),
+                      z[2] * (factor(high, c) * exp2f(g_high - g_column.x)),
+                      z[3] * (factor(high, c + 1) * exp2f(g_high - g_column.y))};
         if (block == warp) {
-          const int c = half * 8 + column;
-          y[0] = row >= c ? y[0] : 0.f;
-          y[1] = row >= c + 1 ? y[1] : 0.f;
-          y[2] = row + 8 >= c ? y[2] : 0.f;
-          y[3] = row + 8 >= c + 1 ? y[3] : 0.f;
+          const int first = c + (kStrict ? 1 : 0);
+          y[0] = low >= first ? y[0] : 0.f;
+          y[1] = low >= first + 1 ? y[1] : 0.f;
+          y[2] = high >= first ? y[2] : 0.f;
+          y[3] = high >= first + 1 ? y[3] : 0.f;
         }
         packed[half * 2] = Pair<T>::pack(y[0], y[1]);
         packed[half * 2 + 1] = Pair<T>::pack(y[2], y[3]);
@@ -166,6 +170,108 @@ __device__ __forceinline__ void decay_scores(const float* p, const float* g, flo
                    : "memory");
     }
   }
+}
+
+// scale lower(p) o D of p = Q K^T, D_ij = exp2(g_i - g_j).
+template <typename T>
+__device__ __forceinline__ void decay_scores(const float* p, const float* g, float scale, T* tile) {
+  store_decayed<false>(p, g, tile, [=](int, int) { return scale; });
+}
+
+// F = scale lower(x diag(beta)) o D of x = dO e^T.
+template <typename T>
+__device__ __forceinline__ void decay_score_gradients(const float* x, const float* g, const float* beta, float scale,
+                                                      T* tile) {
+  store_decayed<false>(x, g, tile, [=](int, int j) { return scale * beta[j]; });
+}
+
+// H = -strictLower(diag(beta) x diag(beta)) o D of x = Z e^T, and its diagonal, the gradient of beta.
+template <typename T>
+__device__ __forceinline__ void decay_coupling_gradients(const float* x, const float* g, const float* beta, T* tile,
+                                                         float* dbeta) {
+  store_decayed<true>(x, g, tile, [=](int i, int j) { return -beta[i] * beta[j]; });
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    if (block == warp && (row & ~1) == column) {
+      const float* z = x + block * 8;
+      dbeta[warp * 16 + row] = (row & 1) ? z[1] : z[0];
+      dbeta[warp * 16 + 8 + row] = (row & 1) ? z[7] : z[6];
+    }
+  }
+}
+
+// diag(factor) x of an accumulator fragment [64][64] of a warpgroup.
+__device__ __forceinline__ void scale_rows(float* x, const float* factor) {
+  const int row = ((threadIdx.x >> 5) & 3) * 16 + ((threadIdx.x & 31) >> 2);
+  const float low = factor[row], high = factor[row + 8];
+#pragma unroll
+  for (int i = 0; i < 32; i += 4) {
+    x[i] *= low;
+    x[i + 1] *= low;
+    x[i + 2] *= high;
+    x[i + 3] *= high;
+  }
+}
+
+// <x_i, y_i> of the rows of an accumulator fragment x [64][64] of a warpgroup and of a swizzled tile y.
+template <typename T>
+__device__ __forceinline__ void row_dots(const float* x, const T* tile, float* out) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = warp * 16 + (lane >> 2);
+  const uint32_t* low = reinterpret_cast<const uint32_t*>(tile) + row * 32 + (lane & 3);
+  float sum_low = 0.f, sum_high = 0.f;
+#pragma unroll
+  for (int block = 0; block < 8; ++block) {
+    const int unit = (block ^ (row & 7)) * 4;
+    const float2 y_low = Pair<T>::unpack(low[unit]), y_high = Pair<T>::unpack(low[unit + 8 * 32]);
+    const float* z = x + block * 4;
+    sum_low += z[0] * y_low.x + z[1] * y_low.y;
+    sum_high += z[2] * y_high.x + z[3] * y_high.y;
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    sum_low += __shfl_xor_sync(0xffffffffu, sum_low, step);
+    sum_high += __shfl_xor_sync(0xffffffffu, sum_high, step);
+  }
+  if ((lane & 3) == 0) out[row] = sum_low, out[row + 8] = sum_high;
+}
+
+// Stores an accumulator fragment [64][64] of a warpgroup into a swizzled tile.
+template <typename T>
+__device__ __forceinline__ void store_accumulator(const float* x, T* tile) {
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
+  const uint32_t target = shared_address(tile) + (warp * 16 + (lane & 15)) * 128;
+#pragma unroll
+  for (int block = 0; block < 4; ++block) {
+    const float* z = x + block * 8;
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(
+                     target + (((2 * block + (lane >> 4)) ^ (lane & 7)) << 4)),
+                 "r"(Pair<T>::pack(z[0], z[1])), "r"(Pair<T>::pack(z[2], z[3])), "r"(Pair<T>::pack(z[4], z[5])),
+                 "r"(Pair<T>::pack(z[6], z[7]))
+                 : "memory");
+  }
+}
+
+// Sum of all products of the elements of two [128][64] 16-bit tiles of one swizzle, by one warp; every lane gets it.
+template <typename T>
+__device__ __forceinline__ float tile_dot(const T* x, const T* y) {
+  const uint4* a = reinterpret_cast<const uint4*>(x) + (threadIdx.x & 31);
+  const uint4* b = reinterpret_cast<const uint4*>(y) + (threadIdx.x & 31);
+  float sums[4] = {0, 0, 0, 0};
+#pragma unroll 4
+  for (int i = 0; i < 32; ++i) {
+    const uint4 u = a[i * 32], w = b[i * 32];
+    const uint32_t us[4] = {u.x, u.y, u.z, u.w}, ws[4] = {w.x, w.y, w.z, w.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float2 p = Pair<T>::unpack(us[j]), r = Pair<T>::unpack(ws[j]);
+      sums[j] += p.x * r.x + p.y * r.y;
+    }
+  }
+  float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, step);
+  return sum;
 }
 
 // Stores an accumulator fragment [64 columns][64 tokens] as [64 tokens][64 columns] into a swizzled tile.
