@@ -297,7 +297,9 @@ def _through_l2norm(x: Float[Array, "NC B C H K"], dy: Float[Array, "NC B H C K"
 
 def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
     """`(I + lower)^-1` of strictly lower triangular matrices, by blocks."""
-    C = lower.shape[-1]
+    # Heads along one axis: on CPUs jaxlib 0.10 crashes in the sum of `substitute` with seven axes, one of size 1.
+    shape, C = lower.shape, lower.shape[-1]
+    lower = lower.reshape(-1, C, C)
     size = min(BLOCK, C)
 
     def blocks(first_row: int, step: int) -> Float[Array, "*heads _ size size"]:
@@ -319,7 +321,7 @@ def _inverse(lower: Float[Array, "*heads C C"]) -> Float[Array, "*heads C C"]:
         corner = -_full_precision("...ij,...jk->...ik", corner, x)
         inverse = jnp.block([[x, jnp.zeros_like(x)], [corner, z]])
         size *= 2
-    return inverse[..., 0, :, :]
+    return inverse.reshape(shape)
 
 
 _full_precision = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
