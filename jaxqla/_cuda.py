@@ -139,9 +139,14 @@ def backward(
     if through_q is not None and through_k is not None:
         (dq,), (dk,) = through_q(dq), through_k(dk)
     dg, dbeta = of_tokens(dg), of_tokens(dbeta)
-    gradients = (x.reshape(like.shape) for x, like in zip((dq, dk, states.dv), (q, k, v), strict=True))
-    gates = (x.reshape(B, T, -1) for x in (dg, dbeta))
-    return (*gradients, *gates, None if initial_state is None else states.dinitial_state)
+    return (
+        dq.reshape(q.shape),
+        dk.reshape(k.shape),
+        states.dv.reshape(v.shape),
+        dg.reshape(B, T, -1),
+        dbeta.reshape(B, T, -1),
+        None if initial_state is None else states.dinitial_state,
+    )
 
 
 def pack(B: int, T: int, segment_ids: Int[Array, "B T"] | None, cu_seqlens: Int[Array, " N+1"] | None) -> Packed:

@@ -1,5 +1,6 @@
 """Where tests run: on the CPU unless the user says otherwise; those marked `gpu` on request, and then on a GPU."""
 
+import functools
 import os
 
 import pytest
@@ -26,3 +27,15 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
         if jax.default_backend() != "gpu":
             pytest.fail(f"marker gpu: jax must see a GPU, got backend {jax.default_backend()!r}", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory):
+    """The folder of the tiny checkpoint of a kind."""
+    from tests import checkpoints
+
+    def folder(kind: str):
+        config = checkpoints.config(kind)
+        return checkpoints.write(tmp_path_factory.mktemp(kind), config, checkpoints.tensors(config))
+
+    return functools.cache(folder)
