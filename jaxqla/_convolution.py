@@ -65,6 +65,8 @@ def over_devices(
     B, T, D = x.shape
     past = weight.shape[0] - 1
     state = jnp.zeros((B, past, D), x.dtype) if initial_state is None else initial_state
+    if 0 in x.shape:
+        return jnp.zeros_like(x), state
     place, size = lax.axis_index(axis), lax.axis_size(axis)
     if segment_ids is None:
         tail = _last(x, jnp.zeros((B, past, D), x.dtype))
