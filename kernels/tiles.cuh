@@ -127,9 +127,10 @@ __device__ __forceinline__ void store_operand(const T* x, void* tiles) {
   for (int block = 0; block < 8; ++block) {
     const uint32_t* y = words + block * 4;
     const uint32_t column = ((2 * (block & 3) + (lane >> 4)) ^ (lane & 7)) << 4;
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(target + (block >> 2) * 8192 + column),
-                 "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(target + (block >> 2) * 8192 + column),
+        "r"(y[0]), "r"(y[1]), "r"(y[2]), "r"(y[3])
+        : "memory");
   }
 }
 
@@ -429,7 +430,8 @@ __device__ __forceinline__ void gate_lower(const float* kk, const float* g, Inve
 // in float32 by forward substitution, one column a lane, and between them Y21 = E2 M21 (I - diag(beta) Y1) on tensor
 // cores.
 __device__ __forceinline__ void invert_diagonal_block(const float* beta, InverseScratch& scratch) {
-  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 7, part = lane >> 3, half = part & 1;
+  const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = lane & 7, part = lane >> 3,
+            half = part & 1;
   const float4* block = reinterpret_cast<const float4*>(scratch.columns[warp][half]);
   const float* betas = beta + warp * 16;
   float y[8] = {0, 0, 0, 0, 0, 0, 0, 0};
@@ -502,10 +504,10 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
     const int i = warp + step;
     if (i < 4) {
       if (step == 0) {
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(y[0]), "=r"(y[2]), "=r"(y[1]), "=r"(y[3])
-                     : "r"(shared_address(scratch.lower + (warp * 16 + (lane & 15)) * kPitch + warp * 16 +
-                                          (lane >> 4) * 8)));
+        asm volatile(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+            : "=r"(y[0]), "=r"(y[2]), "=r"(y[1]), "=r"(y[3])
+            : "r"(shared_address(scratch.lower + (warp * 16 + (lane & 15)) * kPitch + warp * 16 + (lane >> 4) * 8)));
       } else {
         float low[4] = {0, 0, 0, 0}, high[4] = {0, 0, 0, 0};
         uint32_t b[4];
@@ -515,9 +517,9 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
           mma_half(low, x[k], b[0], b[1]);
           mma_half(high, x[k], b[2], b[3]);
         }
-        const uint32_t a[4] = {
-            Pair<cutlass::half_t>::pack(low[0], low[1]), Pair<cutlass::half_t>::pack(low[2], low[3]),
-            Pair<cutlass::half_t>::pack(high[0], high[1]), Pair<cutlass::half_t>::pack(high[2], high[3])};
+        const uint32_t a[4] = {Pair<cutlass::half_t>::pack(low[0], low[1]), Pair<cutlass::half_t>::pack(low[2], low[3]),
+                               Pair<cutlass::half_t>::pack(high[0], high[1]),
+                               Pair<cutlass::half_t>::pack(high[2], high[3])};
         load_matrices(b, scratch.diagonal[i] + row * kDiagPitch + column);
         float r_low[4] = {0, 0, 0, 0}, r_high[4] = {0, 0, 0, 0};
         mma_half(r_low, a, b[0], b[1]);
@@ -534,12 +536,12 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
         const int position = (lane >> 2) + (part & 1) * 8, first = token + (part >> 1) * 8;
         const float2 b = *reinterpret_cast<const float2*>(beta + i * 16 + first);
         const float2 value = Pair<cutlass::half_t>::unpack(y[part]);
-        const float2 inverse =
-            make_float2((step == 0 && position == first ? 1.f : 0.f) - b.x * value.x,
-                        (step == 0 && position == first + 1 ? 1.f : 0.f) - b.y * value.y);
+        const float2 inverse = make_float2((step == 0 && position == first ? 1.f : 0.f) - b.x * value.x,
+                                           (step == 0 && position == first + 1 ? 1.f : 0.f) - b.y * value.y);
         x[step][part] = Pair<cutlass::half_t>::pack(inverse.x, inverse.y);
         const float factor = (part & 1) ? beta_high : beta_low;
-        packed[part] = kInverse ? Pair<T>::pack(inverse.x * factor, inverse.y * factor) : Pair<T>::pack(value.x, value.y);
+        packed[part] =
+            kInverse ? Pair<T>::pack(inverse.x * factor, inverse.y * factor) : Pair<T>::pack(value.x, value.y);
       }
       asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0],{%1,%2,%3,%4};" ::"r"(target + i * 2048),
                    "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
