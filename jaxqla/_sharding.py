@@ -147,6 +147,12 @@ def _partitioned(body: Body, kinds: tuple[Kind, ...], results: tuple[Kind, ...],
     def partition(mesh: Any, _: Any, shapes: Any) -> Any:
         # The decision is on the results; operands still carry what they came with.
         out = shapes[results.index(V)]
+        if not isinstance(out.sharding, NamedSharding):
+            # Several devices, but no argument of the program names a mesh: jax.set_mesh and arrays of one device.
+            if not out.sharding.is_fully_replicated:
+                rule = "be split over a mesh that jax knows; pass arguments with a NamedSharding, or use shard_map"
+                raise ValueError(message("gated_delta", "v", rule, str(out.sharding)))
+            return mesh, body, (out.sharding,) * len(results), (out.sharding,) * len(kinds)
         rows, heads = _rows_and_heads(out.sharding.spec, len(out.shape))
         _check_heads(mesh, heads, H, HV)
         shardings = [tuple(NamedSharding(mesh, _spec(kind, rows, heads)) for kind in x) for x in (results, kinds)]

@@ -24,7 +24,7 @@ def gated_delta_step(
 ) -> tuple[Array, ...]:
     """Computes the gated delta rule for 1 to 16 tokens a row, on a state that is kept between calls.
 
-    The rule is that of `gated_delta`; here the state goes in and comes out. Donate it to `jax.jit` to have it changed in
+    The rule is that of `gated_delta`; here the state goes in and comes out. Donate it to `jax.jit` to change it in
     place.
 
     Numerics: tokens one by one in float32, whatever the dtypes; the state is rounded to its dtype once a call.

@@ -55,18 +55,28 @@ def placed(mesh, arrays, partitions):
     ]
 
 
+# The programs are many, and LLVM decides nothing about devices.
+QUICK = {"xla_backend_optimization_level": 0}
+
+
 def assert_split(mesh, context, arrays, partitions, results, call):
     """Asserts that `call` and its gradients have no collective on the mesh, and the values of one device."""
     split = call
     if context == "shard_map":
         split = jax.shard_map(call, mesh=mesh, in_specs=partitions, out_specs=results)
     shards = placed(mesh, arrays, partitions)
-    for derive in (lambda f: f, lambda f: jax.grad(total_of(f), argnums=range(6))):
-        # Compiled once, quickly: the programs are many, and LLVM decides nothing about devices.
-        compiled = jax.jit(derive(split)).lower(*shards).compile({"xla_backend_optimization_level": 0})
+    programs = {
+        "forward": (split, call),
+        "gradient": [jax.grad(total_of(f), argnums=range(6)) for f in (split, call)],
+    }
+    for name, (function, alone) in programs.items():
+        compiled = jax.jit(function).lower(*shards).compile(QUICK)
         assert collectives_of(compiled) == {}
-        for x, truth, spec in zip(compiled(*shards), jax.jit(derive(call))(*arrays), results, strict=False):
-            assert derive(split) is not split or x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+        found, expected = compiled(*shards), jax.jit(alone).lower(*arrays).compile(QUICK)(*arrays)
+        if name == "forward":
+            for x, spec in zip(found, results, strict=True):
+                assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+        for x, truth in zip(found, expected, strict=True):
             error = np.abs(np.asarray(x) - np.asarray(truth)).max()
             assert error <= 1e-6 * np.abs(truth).max()
 
@@ -106,6 +116,13 @@ def test_packed_sequences_are_split_by_heads(context, H, HV, is_set):
     with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
         arrays = [*inputs[:6], inputs.cu_seqlens]
         assert_split(mesh, context, arrays, partitions, (partitions[2], partitions[5]), call)
+
+
+def test_arrays_of_one_device_where_a_mesh_is_set():
+    inputs = cases.make(B=2, T=70, H=2, HV=4, K=8, V=6, dtype="float32", initial_state=True)
+    expected = op(*inputs[:6])
+    with jax.set_mesh(mesh_of("auto")):
+        assert_trees_close(op(*inputs[:6]), expected)
 
 
 def test_a_mapped_axis_may_be_split():
