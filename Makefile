@@ -44,7 +44,7 @@ help:
 .venv-dev/.ready: pyproject.toml
 	@python=$$(.ci/find-python 3.11 3.12 3.13) && $(STEP) "environment .venv-dev" $$python -m venv --clear .venv-dev
 	@$(STEP) "$(TORCH) into .venv-dev" .venv-dev/bin/python $(PIP) $(TORCH)
-	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,lint,models,test]'
+	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,examples,lint,models,test]'
 	@touch $@
 
 .venv-newest/.ready: pyproject.toml

@@ -1,7 +1,13 @@
 """The examples run as they stand, and the README shows what they say."""
 
+import json
+import os
 import re
 import runpy
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -64,3 +70,49 @@ def test_examples_do_not_need_the_build_tools():
     for path in EXAMPLES.glob("*.py"):
         top_level = [line for line in path.read_text().splitlines() if line.startswith(("import ", "from "))]
         assert not [line for line in top_level if "torch" in line or "tilelang" in line or "kernels" in line], path
+
+
+def train(folder: Path, cache: Path) -> subprocess.Popen:
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    options = ["--steps", "40", "--save-every", "1", "--batch", "2", "--length", "32"]
+    command = [sys.executable, str(EXAMPLES / "train.py"), "--out", str(folder), *options]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> str:
+    text, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, text
+    return text
+
+
+def test_training_killed_in_a_save_goes_on_to_the_same_bits(tmp_path):
+    pytest.importorskip("grain")
+    pytest.importorskip("orbax.checkpoint")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(train(whole, tmp_path / "cache"))
+    process = train(killed, tmp_path / "cache")
+    saves = killed / "checkpoints"
+    while process.poll() is None:
+        names = [path.name for path in saves.glob("*")] if saves.exists() else []
+        if any("tmp" in name for name in names) and any(name.isdigit() for name in names):
+            process.kill()
+            break
+        time.sleep(1e-3)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it must have been killed, between two saves"
+    assert "going on from step" in finish(train(killed, tmp_path / "cache"))
+
+    losses = [
+        [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for folder in (whole, killed)
+    ]
+    assert len(losses[0]) == 40
+    assert losses[0] == losses[1]
+    assert losses[0][-1] < losses[0][0]
+    for file in (whole / "model").glob("*.safetensors"):
+        assert file.read_bytes() == (killed / "model" / file.name).read_bytes()
+    assert (killed / "loss.png").stat().st_size > 0
