@@ -1,7 +1,7 @@
 """Tiny checkpoints of Qwen hybrids in Hugging Face's names and layouts, with weights away from where they start.
 
 Written with numpy alone, so that every environment has them; transformers loads them without a missing or an unexpected
-tensor (`test_models.py`).
+tensor (`test_models_parity.py`).
 """
 
 import json
