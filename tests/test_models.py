@@ -36,3 +36,11 @@ def test_a_vision_tower_is_skipped_and_told(checkpoint, tmp_path):
     assert report.skipped == ["model.visual.patch_embed.proj.weight"]
     assert report.unknown == []
     assert_same(model, load(checkpoint("dense"))[0])
+
+
+def test_a_head_for_more_tokens_is_loaded(tmp_path):
+    config = checkpoints.config("dense", mtp_num_hidden_layers=1)
+    predictor = checkpoints.predictor(config)
+    _, report = load(checkpoints.write(tmp_path, config, checkpoints.tensors(config) | predictor))
+    assert {name for name in report.mapped if name.startswith("mtp.")} == predictor.keys()
+    assert report.skipped == report.unknown == []
