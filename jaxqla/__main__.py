@@ -28,7 +28,7 @@ def support_matrix(kernels: Iterable[Mapping[str, Any]]) -> str:
     ]
     for dtype in _checks.INPUT_DTYPES:
         for K, V in sorted(widths.get(dtype, ())):
-            lines.append(f"| {dtype} | {K}, {V} | kernels forward, plain JAX backward | plain JAX |")
+            lines.append(f"| {dtype} | {K}, {V} | kernels, forward and backward | plain JAX |")
         lines.append(f"| {dtype} | {'any other' if dtype in widths else 'any'} | plain JAX | plain JAX |")
     return "\n".join(lines)
 

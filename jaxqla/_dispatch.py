@@ -26,15 +26,22 @@ _NUM_SMS = 132
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernels of one forward call, and the width of a V tile of the fused one."""
+    """The kernels of a call and of its gradient, and the width of a V tile of the fused one of the forward."""
 
     inverse: str
     fused: str
+    coupling: str
+    states: str
+    gradients: str
     v_tile: int
 
     @property
-    def kernels(self) -> tuple[str, ...]:
+    def forward_kernels(self) -> tuple[str, ...]:
         return (self.inverse, self.fused)
+
+    @property
+    def backward_kernels(self) -> tuple[str, ...]:
+        return (self.coupling, self.states, self.gradients)
 
 
 @dataclass(frozen=True)
@@ -65,7 +72,14 @@ def make_plan(dims: Dims, dtype: Any) -> Plan:
     """Names the kernels for these sizes; whether they exist is for `choose` to say."""
     suffix = KERNEL_DTYPES[dtype.name]
     tile = v_tile(dims.N, dims.HV)
-    return Plan(inverse=f"gdn_chunk_inverse_{suffix}", fused=f"gdn_fused_forward_{suffix}_v{tile}", v_tile=tile)
+    return Plan(
+        inverse=f"gdn_chunk_inverse_{suffix}",
+        fused=f"gdn_fused_forward_{suffix}_v{tile}",
+        coupling=f"gdn_chunk_coupling_{suffix}",
+        states=f"gdn_backward_states_{suffix}_v64",
+        gradients=f"gdn_backward_gradients_{suffix}",
+        v_tile=tile,
+    )
 
 
 def choose(
@@ -117,7 +131,8 @@ def _failures(dims: Dims, dtype: Any, kernels: Collection[str], capabilities: Co
     if not kernels:
         failures.append(_NOT_BUILT)
     elif not failures:
-        missing = [name for name in make_plan(dims, dtype).kernels if name not in kernels]
+        plan = make_plan(dims, dtype)
+        missing = [name for name in plan.forward_kernels + plan.backward_kernels if name not in kernels]
         if missing:
             failures.append((f"{' and '.join(missing)} built", ", ".join(sorted(kernels))))
     return failures

@@ -9,10 +9,10 @@ From the outside in:
 * the per-shard bodies, which see local arrays of the contract's shapes and pick the platform at lowering.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -35,7 +35,7 @@ _SEGMENT_IDS, _CU_SEQLENS = 6, 7
 _NUM_ARRAYS, _NUM_BACKWARD_ARRAYS = 8, 10
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Options:
     """The static side of a call."""
 
@@ -226,24 +226,29 @@ def _backward_body(options, q, k, v, g, beta, initial_state, segment_ids, cu_seq
     if _is_empty(dims):
         dinitial_state = None if initial_state is None else _state_or_zeros(dims, dfinal_state)
         return (*(jnp.zeros(x.shape, x.dtype) for x in (q, k, v, g, beta)), dinitial_state)
-    return _xla.backward(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        initial_state,
-        segment_ids,
-        cu_seqlens,
-        do,
-        dfinal_state,
+    arrays = (q, k, v, g, beta, initial_state, segment_ids, cu_seqlens, do, dfinal_state)
+    xla = functools.partial(_xla.backward, scale=options.scale, qk_l2norm=options.qk_l2norm)
+    if options.path == "xla":
+        return xla(*arrays)
+
+    from jaxqla import _cuda
+
+    plan = _dispatch.make_plan(dims, q.dtype)
+    cuda = functools.partial(
+        _cuda.backward,
         scale=options.scale,
         qk_l2norm=options.qk_l2norm,
+        coupling_kernel=plan.coupling,
+        states_kernel=plan.states,
+        gradients_kernel=plan.gradients,
     )
+    default = functools.partial(_refuse, xla) if options.cuda_only else xla
+    return lax.platform_dependent(*arrays, cuda=cuda, default=default)
 
 
 def _second_order_body(options, *arrays):
     """Gradients of the backward, by JAX through the plain path, with respect to its floating arguments."""
+    options = dataclasses.replace(options, path="xla")
     primals, cotangents = arrays[:_NUM_BACKWARD_ARRAYS], arrays[_NUM_BACKWARD_ARRAYS:]
     segment_ids, cu_seqlens = primals[_SEGMENT_IDS], primals[_CU_SEQLENS]
 

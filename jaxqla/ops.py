@@ -132,21 +132,22 @@ class Explanation:
     Attributes:
         path: `"cuda"`: kernels on CUDA devices, plain JAX on other platforms. `"xla"`: plain JAX everywhere.
         kernels: Names of the kernels of the forward, in the order of their launches.
-        backward: The path of the gradients.
+        backward_kernels: Names of the kernels of the gradients, likewise; gradients take the path of the forward.
         reason: Why this path.
     """
 
     path: str
     kernels: tuple[str, ...]
-    backward: str
+    backward_kernels: tuple[str, ...]
     reason: str
 
     def __str__(self) -> str:
         if self.path == "cuda":
-            what = f"kernels {', '.join(self.kernels)} on CUDA devices, plain JAX on other platforms"
+            forward, backward = ", ".join(self.kernels), ", ".join(self.backward_kernels)
+            what = f"kernels {forward} (gradients: {backward}) on CUDA devices, plain JAX on other platforms"
         else:
             what = "plain JAX on every platform"
-        return f"gated_delta runs path {self.path!r}: {what}. Gradients: path {self.backward!r}. Why: {self.reason}."
+        return f"gated_delta runs path {self.path!r}: {what}. Why: {self.reason}."
 
 
 def explain(
@@ -195,8 +196,13 @@ def explain(
         implementation=implementation,
     )
     choice = _choose("explain", dims, q.dtype, implementation)
-    kernels = choice.plan.kernels if choice.plan else ()
-    return Explanation(path=choice.path, kernels=kernels, backward="xla", reason=choice.reason)
+    plan = choice.plan
+    return Explanation(
+        path=choice.path,
+        kernels=plan.forward_kernels if plan else (),
+        backward_kernels=plan.backward_kernels if plan else (),
+        reason=choice.reason,
+    )
 
 
 _save_results = jax.checkpoint_policies.save_only_these_names(*_transforms.RESULT_NAMES)

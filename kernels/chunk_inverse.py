@@ -1,6 +1,8 @@
-"""Chunk-parallel part of the forward: for each chunk and value head
+"""Chunk-parallel part of the forward and of the backward: for each chunk and value head
 
-    A = (I + L)^-1 diag(beta),    L_ij = beta_i <k_i, k_j> exp2(G_i - G_j) for i > j, else 0
+    A = (I + diag(beta) M)^-1 diag(beta)    or    Y = M (I + diag(beta) M)^-1,    A = (I - diag(beta) Y) diag(beta),
+
+    M_ij = <k_i, k_j> exp2(G_i - G_j) for i > j, else 0
 
 with G the in-chunk sum of the gates in base 2, clamped so that a token which erases the state leaves later tokens
 accurate. One block a chunk and key head: K K^T is made once and serves all value heads of the key head.
@@ -20,8 +22,8 @@ NUM_WARPS = THREADS // 32
 BLOCKS_PER_SM = 5
 
 
-def chunk_inverse(dtype: str, K: int = 128):
-    """Builds the kernel for keys of `dtype`."""
+def chunk_inverse(dtype: str, inverse: bool, K: int = 128):
+    """Builds the kernel for keys of `dtype`: A of the forward if `inverse`, else Y of the backward."""
     NT, NC, H, HV, N, NF = dims("NT", "NC", "H", "HV", "N", "NF")
     f32, i32 = "float32", "int32"
 
@@ -62,7 +64,7 @@ def chunk_inverse(dtype: str, K: int = 128):
         beta: T.Tensor((NT, HV), f32),
         cu_seqlens: T.Tensor((N + 1,), i32),
         row_flags: T.Tensor((NF,), i32),
-        a: T.Tensor((NC, HV, C, C), dtype),
+        out: T.Tensor((NC, HV, C, C), dtype),
         g_cum: T.Tensor((NC, HV, C), f32),
     ):
         with T.Kernel(NC, H, threads=THREADS) as (slot, key_head):
@@ -83,19 +85,19 @@ def chunk_inverse(dtype: str, K: int = 128):
             group = HV // H
 
             k_s = T.alloc_shared((C, K), dtype)
-            a_s = T.alloc_shared((C, C), dtype)
+            out_s = T.alloc_shared((C, C), dtype)
             g_s = T.alloc_shared((NUM_WARPS, C), f32, scope="shared")
             beta_s = T.alloc_shared((NUM_WARPS, C), f32, scope="shared")
             KK = T.alloc_fragment((C, C), f32)
             landed = T.alloc_barrier(arrive_count=[32])
-            T.annotate_layout({a_s: tilelang.layout.make_swizzled_layout(a_s)})
+            T.annotate_layout({out_s: tilelang.layout.make_swizzled_layout(out_s)})
 
             if num_rows > 0:
                 if tx < 32:
                     T.tma_copy(k[first : first + C, key_head, 0:K], k_s, barrier=landed[0])
                     T.barrier_arrive(landed[0])
                 for r, c in T.Parallel(C, C):
-                    a_s[r, c] = 0.0
+                    out_s[r, c] = 0.0
                 load_gates(g, beta, row_flags, g_cum, g_s, beta_s, slot, first, num_rows, key_head * group, group, tx)
                 T.barrier_wait(landed[0], 0)
                 if tx < 32:
@@ -115,17 +117,17 @@ def chunk_inverse(dtype: str, K: int = 128):
                         T.sync_threads()
                     T.call_extern(
                         "handle",
-                        "jaxqla::gated_inverse",
+                        f"jaxqla::gated_inverse<{str(inverse).lower()}>",
                         KK.data,
                         T.address_of(g_s[h % NUM_WARPS, 0]),
                         T.address_of(beta_s[h % NUM_WARPS, 0]),
                         T.address_of(k_s[0, 0]),
-                        T.address_of(a_s[0, 0]),
+                        T.address_of(out_s[0, 0]),
                     )
                     T.call_extern("handle", "jaxqla::fence_async_proxy")
                     T.sync_threads()
                     if tx < 32:
-                        T.tma_copy(a_s, a[slot, key_head * group + h, 0:C, 0:C])
+                        T.tma_copy(out_s, out[slot, key_head * group + h, 0:C, 0:C])
                         T.tma_store_wait(0)
 
     return gdn_chunk_inverse

@@ -13,6 +13,8 @@ class Architecture:
         state_registers: Registers of a thread that holds the recurrent state; below 208 ptxas serialises its WGMMA.
         helper_registers: Registers of a thread of the score warpgroup, by the number of state warpgroups beside it.
         producer_registers: Registers of a thread that moves data, likewise.
+        gradient_registers: Registers of a thread of the two warpgroups that make gradients.
+        gradient_producer_registers: Registers of a thread that moves data beside these.
     """
 
     target: dict[str, str]
@@ -20,6 +22,8 @@ class Architecture:
     state_registers: int
     helper_registers: dict[int, int]
     producer_registers: dict[int, int]
+    gradient_registers: int
+    gradient_producer_registers: int
 
 
 HOPPER = Architecture(
@@ -28,4 +32,6 @@ HOPPER = Architecture(
     state_registers=208,
     helper_registers={1: 136, 2: 72},
     producer_registers={1: 56, 2: 24},
+    gradient_registers=224,
+    gradient_producer_registers=56,
 )

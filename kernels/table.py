@@ -45,12 +45,13 @@ class Kernel:
     pass_configs: dict[str, Any] = field(default_factory=lambda: dict(PASS_CONFIGS))
 
 
-def _chunk_inverse(suffix: str) -> Kernel:
+def _chunk_inverse(suffix: str, inverse: bool) -> Kernel:
     return Kernel(
-        name=f"gdn_chunk_inverse_{suffix}",
+        name=f"gdn_chunk_{'inverse' if inverse else 'coupling'}_{suffix}",
         builder="kernels.chunk_inverse:chunk_inverse",
+        options={"inverse": inverse},
         operands=("k", "g", "beta", "cu_seqlens", "row_flags"),
-        results=("a", "g_cum"),
+        results=("out", "g_cum"),
         dtype=DTYPES[suffix],
     )
 
@@ -66,7 +67,54 @@ def _fused_forward(suffix: str, v_tile: int) -> Kernel:
     )
 
 
+def _backward_states(suffix: str, v_tile: int) -> Kernel:
+    return Kernel(
+        name=f"gdn_backward_states_{suffix}_v{v_tile}",
+        builder="kernels.backward_states:backward_states",
+        options={"v_tile": v_tile},
+        operands=(
+            "q",
+            "k",
+            "v",
+            "do",
+            "y",
+            "g_cum",
+            "beta",
+            "cu_seqlens",
+            "row_flags",
+            "initial_state",
+            "dfinal_state",
+        ),
+        results=("states", "errors", "dstates", "derrors", "dv", "dinitial_state"),
+        dtype=DTYPES[suffix],
+    )
+
+
+def _backward_gradients(suffix: str) -> Kernel:
+    return Kernel(
+        name=f"gdn_backward_gradients_{suffix}",
+        builder="kernels.backward_gradients:backward_gradients",
+        operands=(
+            "q",
+            "k",
+            "do",
+            "states",
+            "errors",
+            "dstates",
+            "derrors",
+            "g_cum",
+            "beta",
+            "cu_seqlens",
+            "row_flags",
+        ),
+        results=("dq", "dk", "dg", "dbeta"),
+        dtype=DTYPES[suffix],
+    )
+
+
 KERNELS = (
-    *(_chunk_inverse(suffix) for suffix in DTYPES),
+    *(_chunk_inverse(suffix, inverse) for suffix in DTYPES for inverse in (True, False)),
     *(_fused_forward(suffix, v_tile) for suffix in DTYPES for v_tile in V_TILES),
+    *(_backward_states(suffix, 64) for suffix in DTYPES),
+    *(_backward_gradients(suffix) for suffix in DTYPES),
 )

@@ -13,7 +13,13 @@ from jaxqla._checks import Dims
 KERNELS = frozenset(
     f"gdn_{kernel}_{dtype}{tile}"
     for dtype in ("bf16", "fp16")
-    for kernel, tiles in (("chunk_inverse", ("",)), ("fused_forward", ("_v128", "_v64")))
+    for kernel, tiles in (
+        ("chunk_inverse", ("",)),
+        ("fused_forward", ("_v128", "_v64")),
+        ("chunk_coupling", ("",)),
+        ("backward_states", ("_v64",)),
+        ("backward_gradients", ("",)),
+    )
     for tile in tiles
 )
 BF16, FP16, F32 = jnp.dtype("bfloat16"), jnp.dtype("float16"), jnp.dtype("float32")
@@ -42,7 +48,9 @@ def choose(*, dtype=BF16, implementation=None, kernels=KERNELS, capabilities=(),
 def test_kernels(dtype, states, plan, implementation):
     choice = choose(dtype=dtype, N=states, implementation=implementation)
     assert choice.path == "cuda"
-    assert choice.plan.kernels == plan
+    assert choice.plan.forward_kernels == plan
+    suffix = plan[0].rpartition("_")[2]
+    assert all(suffix in kernel.split("_") for kernel in choice.plan.backward_kernels)
     assert str(choice.plan.v_tile) in choice.reason
     assert str(6 * states) in choice.reason
 
@@ -59,9 +67,13 @@ FALLBACKS = {
     "dtype": ({"dtype": F32}, "q, k and v in bfloat16 or float16", "float32"),
     "device": ({"capabilities": ("8.0", "9.0")}, "compute capability 9.0", "8.0"),
     "partly built": (
-        {"kernels": ["gdn_chunk_inverse_bf16"]},
-        "gdn_fused_forward_bf16_v64 built",
-        "gdn_chunk_inverse_bf16",
+        {
+            "kernels": [
+                name for name in KERNELS if name not in ("gdn_fused_forward_bf16_v64", "gdn_chunk_coupling_bf16")
+            ]
+        },
+        "gdn_fused_forward_bf16_v64 and gdn_chunk_coupling_bf16 built",
+        ", ".join(sorted(KERNELS - {"gdn_fused_forward_bf16_v64", "gdn_chunk_coupling_bf16"})),
     ),
 }
 
@@ -117,19 +129,20 @@ def test_explain_tells_path_kernels_and_why():
     assert told == ops.Explanation(
         path="cuda",
         kernels=("gdn_chunk_inverse_bf16", "gdn_fused_forward_bf16_v64"),
-        backward="xla",
+        backward_kernels=("gdn_chunk_coupling_bf16", "gdn_backward_states_bf16_v64", "gdn_backward_gradients_bf16"),
         reason="V tiles of 64 are fastest for N * HV = 12 states",
     )
     assert str(told) == (
-        "gated_delta runs path 'cuda': kernels gdn_chunk_inverse_bf16, gdn_fused_forward_bf16_v64 on CUDA devices, "
-        "plain JAX on other platforms. Gradients: path 'xla'. Why: V tiles of 64 are fastest for N * HV = 12 states."
+        "gated_delta runs path 'cuda': kernels gdn_chunk_inverse_bf16, gdn_fused_forward_bf16_v64 (gradients: "
+        "gdn_chunk_coupling_bf16, gdn_backward_states_bf16_v64, gdn_backward_gradients_bf16) on CUDA devices, "
+        "plain JAX on other platforms. Why: V tiles of 64 are fastest for N * HV = 12 states."
     )
 
 
 @pytest.mark.usefixtures("built")
 def test_explain_tells_why_not():
     assert str(abstract(K=64)) == (
-        "gated_delta runs path 'xla': plain JAX on every platform. Gradients: path 'xla'. "
+        "gated_delta runs path 'xla': plain JAX on every platform. "
         "Why: the kernels need K = V = 128, got K = 64, V = 128."
     )
     with pytest.raises(ValueError, match=r"^explain: implementation='cuda' must have K = V = 128, got K = 64, V = 128"):

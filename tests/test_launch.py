@@ -197,7 +197,9 @@ def test_a_buffer_can_be_operand_and_result():
 
 
 def test_an_unknown_kernel_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"launch: kernel must be one of \['gdn_chunk_inverse_bf16'.*got 'nothing'"):
+    with pytest.raises(
+        ValueError, match=r"launch: kernel must be one of \['gdn_.*'gdn_chunk_inverse_bf16'.*got 'nothing'"
+    ):
         _launch.launch("nothing", (), ())
 
 

@@ -11,9 +11,10 @@ import jaxqla
 from jaxqla import _cuda, _launch, ops
 
 TARGET = "jaxqla_launch_v1"
+FORWARD = ("gdn_chunk_inverse_{}", "gdn_fused_forward_{}_v64")
+BACKWARD = ("gdn_chunk_coupling_{}", "gdn_backward_states_{}_v64", "gdn_backward_gradients_{}")
 KERNELS = frozenset(
-    {"gdn_chunk_inverse_bf16", "gdn_fused_forward_bf16_v64", "gdn_fused_forward_bf16_v128"}
-    | {"gdn_chunk_inverse_fp16", "gdn_fused_forward_fp16_v64", "gdn_fused_forward_fp16_v128"}
+    name.format(suffix) for suffix in ("bf16", "fp16") for name in (*FORWARD, "gdn_fused_forward_{}_v128", *BACKWARD)
 )
 
 
@@ -54,7 +55,7 @@ def kernels_of(text):
 def test_cuda_lowers_to_the_kernels_that_explain_names(dtype, suffix):
     args = arguments(dtype=dtype)
     names = kernels_of(lower(output, *args))
-    assert names == [f"gdn_chunk_inverse_{suffix}", f"gdn_fused_forward_{suffix}_v64"]
+    assert names == [name.format(suffix) for name in FORWARD]
     assert tuple(names) == jaxqla.explain(*args).kernels
 
 
@@ -121,7 +122,17 @@ def test_gradients_keep_the_forward_kernels_where_the_output_is_used():
     def loss(*arguments):
         return jnp.square(output(*arguments).astype(jnp.float32)).sum()
 
-    assert len(kernels_of(lower(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *arguments()))) == 2
+    names = kernels_of(lower(jax.grad(loss, argnums=(0, 1, 2, 3, 4)), *arguments()))
+    assert names == [name.format("bf16") for name in FORWARD + BACKWARD]
+
+
+def test_gradients_alone_run_the_backward_kernels_that_explain_names():
+    def gradients(do, *arguments):
+        return jax.vjp(output, *arguments)[1](do)
+
+    args = arguments()
+    names = tuple(kernels_of(jax.jit(gradients).trace(args[2], *args).lower(lowering_platforms=("cuda",)).as_text()))
+    assert names[-3:] == jaxqla.explain(*args).backward_kernels == tuple(name.format("bf16") for name in BACKWARD)
 
 
 def test_scalars_are_of_numpy():
