@@ -71,10 +71,11 @@ def stream(
         key: A key of `jax.random`, needed to draw.
         eos_token_id: The token, or tokens, that end a row.
         pad_token_id: What a row that has ended gets.
-        tokens_at_a_time: How many tokens of each row are made before they are handed out.
+        tokens_at_a_time: How many tokens of each row, after the first, are made before they are handed out.
 
     Yields:
-        `[B, n]` int32, `n` at most `tokens_at_a_time`; the last when `max_new_tokens` are there or all rows have ended.
+        `[B, 1]` int32, the first tokens, as soon as the prompts are read; then `[B, n]`, `n` at most
+        `tokens_at_a_time`. The last when `max_new_tokens` are there or all rows have ended.
 
     Raises:
         ValueError: An option is out of its range, or there is no key to draw with.
@@ -84,15 +85,19 @@ def stream(
     stop = () if eos_token_id is None else tuple(np.atleast_1d(np.asarray(eos_token_id)).tolist())
     sampling = _Sampling(float(temperature), top_k, top_p, stop, pad_token_id)
     B, T = tokens.shape
-    cache = _new_cache(model, B, T + max_new_tokens)
+    # Pieces of one length, which is one program to compile; what the last has too much is cut off.
+    left = max_new_tokens - 1
+    pieces = -(-left // tokens_at_a_time)
+    steps = -(-left // max(pieces, 1))
+    cache = _new_cache(model, B, T + pieces * steps)
     logits, cache = _prefill(model, tokens, segment_ids, cache)
     done, key = jnp.zeros(B, bool), jax.random.key(0) if key is None else key
-    left = max_new_tokens
-    while left:
-        steps = min(left, tokens_at_a_time)
-        new, logits, cache, done, key = _decode(model, logits, cache, done, key, steps=steps, sampling=sampling)
-        yield np.asarray(new)
-        left = 0 if np.asarray(done).all() else left - steps
+    token, done, key = _first(logits, done, key, sampling)
+    yield np.asarray(token)[:, None]
+    while left > 0 and not np.asarray(done).all():
+        new, token, cache, done, key = _decode(model, token, cache, done, key, steps=steps, sampling=sampling)
+        yield np.asarray(new)[:, :left]
+        left -= steps
 
 
 def _check(tokens, max_new_tokens, temperature, top_k, top_p, key, tokens_at_a_time) -> None:
@@ -134,7 +139,7 @@ def _prefill(
 @functools.partial(jax.jit, static_argnames=("steps", "sampling"), donate_argnums=2)
 def _decode(
     model: QwenForCausalLM,
-    logits: Float[Array, "B vocab"],
+    token: Int[Array, " B"],
     cache: HybridCache,
     done: Bool[Array, " B"],
     key: jax.Array,
@@ -143,16 +148,27 @@ def _decode(
     sampling: _Sampling,
 ) -> tuple[Int[Array, "B steps"], Array, HybridCache, Array, jax.Array]:
     def step(carry: Any, _: None) -> tuple[Any, Array]:
-        logits, cache, done, key = carry
-        key, draw = jax.random.split(key)
-        token = jnp.where(done, sampling.pad, _choose(logits, draw, sampling)).astype(jnp.int32)
-        for end in sampling.stop:
-            done |= token == end
+        token, cache, done, key = carry
         logits, cache = model(token[:, None], cache=cache)
-        return (logits[:, 0], cache, done, key), token
+        token, done, key = _next(logits[:, 0], done, key, sampling)
+        return (token, cache, done, key), token
 
-    (logits, cache, done, key), tokens = lax.scan(step, (logits, cache, done, key), None, length=steps)
-    return tokens.T, logits, cache, done, key
+    (token, cache, done, key), tokens = lax.scan(step, (token, cache, done, key), None, length=steps)
+    return tokens.T, token, cache, done, key
+
+
+def _next(
+    logits: Float[Array, "B vocab"], done: Bool[Array, " B"], key: jax.Array, sampling: _Sampling
+) -> tuple[Int[Array, " B"], Array, jax.Array]:
+    """The next token of each row, which rows have ended with it, and the key for the tokens after."""
+    key, draw = jax.random.split(key)
+    token = jnp.where(done, sampling.pad, _choose(logits, draw, sampling)).astype(jnp.int32)
+    for end in sampling.stop:
+        done |= token == end
+    return token, done, key
+
+
+_first = jax.jit(_next, static_argnums=3)
 
 
 def _choose(logits: Float[Array, "B vocab"], key: jax.Array, sampling: _Sampling) -> Int[Array, " B"]:
