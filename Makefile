@@ -1,16 +1,17 @@
 # make demo      the operator at work on what this machine has (makes .venv)
-# make test      lint, types, kernels, wheel, tests at both ends of the jax range (makes .venv-dev, .venv-newest, .venv-wheel)
+# make test      lint, types, documentation, kernels, wheel, tests at both ends of the jax range (makes .venv-dev, .venv-newest, .venv-wheel)
 # make kernels   the library and the kernels, into jaxqla/lib; needs no GPU
 # make wheel     kernels and package, into dist/
+# make docs      the documentation, into build/site
 # make lint      formatting, lint, types, import contracts;  make format  puts the first right
 # make gpu-test  the tests that need a Hopper GPU
 #
-# PYTHON=python3 makes demo, kernels, lint and gpu-test use that interpreter and what it has installed, and install nothing.
+# PYTHON=python3 makes demo, docs, kernels, lint and gpu-test use that interpreter and what it has installed, and install nothing.
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test kernels wheel check-wheel lint format test-oldest test-newest gpu-test clean
+.PHONY: help demo test kernels wheel check-wheel lint docs format test-oldest test-newest gpu-test clean
 
 OLDEST_JAX := 0.10.2
 PARALLEL := --numprocesses=auto --maxprocesses=4
@@ -44,7 +45,7 @@ help:
 .venv-dev/.ready: pyproject.toml
 	@python=$$(.ci/find-python 3.11 3.12 3.13) && $(STEP) "environment .venv-dev" $$python -m venv --clear .venv-dev
 	@$(STEP) "$(TORCH) into .venv-dev" .venv-dev/bin/python $(PIP) $(TORCH)
-	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,examples,lint,models,test]'
+	@$(STEP) "jax $(OLDEST_JAX), tilelang and tools into .venv-dev" .venv-dev/bin/python $(PIP) jax==$(OLDEST_JAX) -e '.[bench,build,docs,examples,lint,models,test]'
 	@touch $@
 
 .venv-newest/.ready: pyproject.toml
@@ -61,7 +62,7 @@ demo: $(USER_ENV)
 	fi
 	@cd examples && if ! $(USER_PY) -c 'import importlib.util as u, sys; sys.exit(u.find_spec("jaxqla") is None)'; then export PYTHONPATH=..; fi; $(USER_PY) demo.py
 
-test: lint kernels check-wheel test-newest test-oldest
+test: lint docs kernels check-wheel test-newest test-oldest
 
 kernels: $(DEV_ENV)
 	@$(DEV_PY) -m kernels.build
@@ -83,6 +84,9 @@ lint: $(DEV_ENV)
 	@$(STEP) "clang-format" $(DEV_BIN)clang-format --dry-run --Werror $(CXX_FILES)
 	@$(STEP) "pyright" $(DEV_BIN)pyright --pythonpath $(DEV_PY)
 	@$(STEP) "import contracts" $(DEV_BIN)lint-imports
+
+docs: $(DEV_ENV)
+	@NO_MKDOCS_2_WARNING=1 $(STEP) "documentation into build/site" $(DEV_BIN)mkdocs build --strict --quiet
 
 format: $(DEV_ENV)
 	@$(DEV_BIN)ruff format . && $(DEV_BIN)ruff check --fix .
