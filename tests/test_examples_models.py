@@ -1,0 +1,133 @@
+"""The examples of whole models do what they say, on a model of one layer of each kind."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxqla.models import load
+from tests import checkpoints
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+VOCAB = 256
+
+
+def example(name: str) -> ModuleType:
+    """An example as a module."""
+    spec = importlib.util.spec_from_file_location(f"jaxqla_example_{name}", EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    layers = ["linear_attention", "full_attention"]
+    config = checkpoints.config("dense", vocab_size=VOCAB, num_hidden_layers=2, layer_types=layers)
+    return checkpoints.write(tmp_path_factory.mktemp("tiny"), config, checkpoints.tensors(config))
+
+
+# ---- generate.py
+
+PROMPTS = [[5, 6, 7], [200, 1, 30, 4, 17]]
+NEW = 10
+
+
+@pytest.fixture(scope="module")
+def greedy(folder) -> list[list[int]]:
+    """Continuations of the prompts without a cache, padding or scan: the whole row again for each token."""
+    model, _ = load(folder)
+    length = NEW + max(map(len, PROMPTS))
+    logits = jax.jit(lambda tokens, at: model(tokens)[0, at])
+    rows = []
+    for prompt in PROMPTS:
+        row = list(prompt)
+        for _ in range(NEW):
+            # What stands to the right of a token does not reach it.
+            tokens = jnp.asarray([row + [0] * (length - len(row))])
+            row.append(int(jnp.argmax(logits(tokens, len(row) - 1))))
+        rows.append(row)
+    return rows
+
+
+def test_generate_continues_ragged_prompts(folder, greedy, capsys):
+    arguments = [str(folder), "--ids", "--max-new-tokens", str(NEW), *(" ".join(map(str, row)) for row in PROMPTS)]
+    example("generate").main(arguments)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:3] == [f"[{i}] {' '.join(map(str, row))}" for i, row in enumerate(greedy, 1)]
+    assert lines[3].startswith("prefill: 8 tokens of 2 prompts in ")
+    assert lines[4].startswith("decode:  18 tokens in ")
+    assert all("tokens/s" in line for line in lines[3:5])
+
+
+def test_generate_streams_one_prompt_and_stops_where_the_folder_says(folder, greedy, tmp_path, capsys):
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    new = range(len(PROMPTS[1]) + 3, len(greedy[1]))
+    end = next(i for i in new if greedy[1][i] not in greedy[1][len(PROMPTS[1]) : i])
+    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{greedy[1][end]}, 999]}}')
+    example("generate").main([str(tmp_path), "--ids", " ".join(map(str, PROMPTS[1])), "--max-new-tokens", str(NEW)])
+    assert capsys.readouterr().out.splitlines()[1] == " ".join(map(str, greedy[1][:end]))
+
+
+def test_generate_draws_the_same_for_the_same_seed(folder, capsys):
+    def draw(seed: int) -> str:
+        options = ["--temperature", "1.5", "--top-k", "50", "--top-p", "0.99", "--max-new-tokens", str(NEW)]
+        example("generate").main([str(folder), "--ids", "5 6 7", *options, "--seed", str(seed)])
+        return capsys.readouterr().out.splitlines()[1]
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+
+
+def test_generate_reads_tokenizers_and_bytes(folder, tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    generate = example("generate")
+    codec = generate.codec_of(folder, VOCAB, ids=False)
+    assert codec.encode("né") == list("né".encode())
+    assert codec.decode([*"né".encode(), 300, 0xC3]) == "né<300>\ufffd"
+
+    words = {"the": 0, "state": 1, "decays": 2, "?": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    codec = generate.codec_of(tmp_path, 4, ids=False)
+    assert codec.encode("the state decays now") == [0, 1, 2, 3]
+    assert codec.decode([1, 2]) == "state decays"
+
+    # A character of two bytes that come one after the other is printed once it is whole.
+    screen = generate.Screen(["n"], "")
+    for text in ("\ufffd", "é", "é!"):
+        screen.update([text])
+    screen.finish(["é!\ufffd"])
+    assert capsys.readouterr().out == "né!\ufffd\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["absent", "hi"], "config.json"),
+        (["tiny", "--ids", "1 x"], "numbers with --ids, got '1 x'"),
+        (["tiny", "--ids", "1 256"], "below 256, got 1 to 256"),
+        (["tiny", ""], "at least one token"),
+        (["tiny", "hi", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["tiny", "hi", "--temperature", "1", "--top-p", "2"], "top_p must be above 0 and at most 1, got 2.0"),
+        (["tiny", "hi", "--tensor", "64"], "tensor = 64"),
+    ],
+)
+def test_generate_says_what_is_wrong(arguments, words, folder, tmp_path):
+    place = {"tiny": folder, "absent": tmp_path / "absent"}[arguments[0]]
+    with pytest.raises(SystemExit, match=words):
+        example("generate").main([str(place), *arguments[1:]])
+
+
+def test_generate_needs_a_tokenizer_for_few_tokens(folder, tmp_path):
+    with pytest.raises(ValueError, match=r"a vocabulary of 96 and no .*tokenizer\.json"):
+        example("generate").codec_of(tmp_path, 96, ids=False)
