@@ -26,11 +26,12 @@ def causal_conv1d(
 
         y_t = activation(bias + sum over i = 0 .. W-1 of weight[W - 1 - i] x_{t-i})
 
-    so that the last row of `weight` meets the token itself. Letters: `B` rows of `T` tokens, `D` channels, `W` taps, `N`
-    sequences: `N = B`, or one less than the length of `cu_seqlens`.
+    so that the last row of `weight` meets the token itself. Letters: `B` rows of `T` tokens, `D` channels, `W` taps,
+    `N` sequences: `N = B`, or one less than the length of `cu_seqlens`.
 
     Numerics: products, their sum, bias and activation are float32 whatever the dtypes; the output is rounded once, to
-    the dtype of `x`. A state holds tokens as they are, so a sequence in pieces gives what one call gives.
+    the dtype of `x`. A state holds tokens as they are, so a sequence in pieces gives what one call gives, but for the
+    order of sums in the last digit of float32.
 
     Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `scan`, `jax.export`.
     The inputs are the only residuals of the forward. Rows and channels may be split over a mesh with no collective but
@@ -108,10 +109,10 @@ def causal_conv1d_step(
 ) -> tuple[Array, ...]:
     """Computes the causal convolution for 1 to 16 tokens a row, on a state that is kept between calls.
 
-    The convolution is that of `causal_conv1d`; here the state goes in and comes out. Donate it to `jax.jit` to change it
-    in place.
+    The convolution is that of `causal_conv1d`; here the state goes in and comes out. Donate it to `jax.jit` to change
+    it in place.
 
-    Numerics: those of `causal_conv1d`; after any number of steps, outputs and states are those of one call.
+    Numerics: those of `causal_conv1d`; after any number of steps the state is that of one call, bit for bit.
 
     Args:
         x: Tokens, bfloat16, float16 or float32, `1 <= T <= 16`.
