@@ -3,9 +3,11 @@
 from jaxqla.convolution import causal_conv1d, causal_conv1d_step
 from jaxqla.decoding import gated_delta_step
 from jaxqla.gates import gdn_gates
-from jaxqla.ops import explain, export_checks, gated_delta, save_residuals
+from jaxqla.ops import FINAL_STATE_NAME, OUTPUT_NAME, explain, export_checks, gated_delta, save_residuals
 
 __all__ = [
+    "FINAL_STATE_NAME",
+    "OUTPUT_NAME",
     "__version__",
     "causal_conv1d",
     "causal_conv1d_step",

@@ -6,7 +6,8 @@ context:
 
 * inside the user's `shard_map` the arrays are local already, and the body runs on them;
 * with Explicit axes the types of the arrays say how they are split, and `shard_map` follows them;
-* with Auto axes the compiler decides, and asks `custom_partitioning` for the rule.
+* with Auto axes the compiler decides, and asks `custom_partitioning` for the rule;
+* where the call names a mesh and its axes, `shard_map` follows these, and tokens may be split too.
 """
 
 import functools
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxqla import _math
@@ -47,7 +48,20 @@ IDS = Kind(("...", "t"))
 PACKED_STATE = Kind(("n", "hr", "k", "v"))
 BOUNDARIES = Kind(("m",))
 
+# Of the arguments and results of the op.
+ARRAYS = (QK, QK, V, GATE, GATE, STATE, IDS, BOUNDARIES)
+RESULTS = (V, STATE)
+
 Body = Callable[..., tuple[jax.Array, ...]]
+
+
+class Placement(NamedTuple):
+    """A mesh, and the axes over which rows, heads and tokens are split; no axes for those that are not."""
+
+    mesh: Mesh | AbstractMesh
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+    tokens: str | None
 
 
 def vary_together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -99,6 +113,73 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
     )(*arrays)
 
 
+def placement_on(mesh: Any, axes: dict[str, tuple[Any, str, int]]) -> Placement | None:
+    """Checks a mesh that a caller names, and the axes of it; None without a mesh.
+
+    Args:
+        mesh: The mesh.
+        axes: By the arguments `batch_axis`, `head_axis` and `sequence_axis`: the axes, and the letter and the size of
+            what they split.
+
+    Raises:
+        TypeError: `mesh` is none.
+        ValueError: Axes without a mesh, axes that it lacks or that come twice, or sizes that they do not divide.
+    """
+    function = "gated_delta"
+    named = {argument: _names(given) for argument, (given, _, _) in axes.items()}
+    if mesh is None:
+        for argument, names in named.items():
+            if names:
+                raise ValueError(message(function, argument, "be None where mesh is None", repr(axes[argument][0])))
+        return None
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(message(function, "mesh", "be a jax.sharding.Mesh or None", type(mesh).__name__))
+    if manual := manual_axes():
+        raise ValueError(message(function, "mesh", f"be None inside shard_map (manual: {manual})", mesh.axis_names))
+    seen = []
+    for argument, names in named.items():
+        given, letter, size = axes[argument]
+        for name in names:
+            if name not in mesh.axis_names or name in seen:
+                rule = f"name axes of the mesh {mesh.axis_names}, each once"
+                raise ValueError(message(function, argument, rule, repr(given)))
+            seen.append(name)
+        parts = math.prod(mesh.shape[name] for name in names)
+        if size % parts:
+            raise ValueError(message(function, argument, f"have a size that divides {letter} = {size}", parts))
+    tokens = axes["sequence_axis"][0] if "sequence_axis" in axes else None
+    return Placement(mesh, named["batch_axis"], named["head_axis"], tokens)
+
+
+def over_mesh(function: Callable[..., Any], placement: Placement, arrays: Sequence[jax.Array | None]) -> Any:
+    """Runs the op `function` on each device's part of its arguments.
+
+    Args:
+        function: From local arguments, None for those that are not there, to `(o, final_state)`.
+        placement: The mesh and its axes.
+        arrays: The arguments, of kinds `ARRAYS`.
+    """
+    mesh, rows, heads, tokens = placement
+    packed = arrays[-1] is not None
+    given = [i for i, x in enumerate(arrays) if x is not None]
+
+    def spec(kind: Kind) -> P:
+        kind = PACKED_STATE if packed and kind is STATE else kind
+        return _spec(kind, (rows or None,), heads or None, tokens)
+
+    def local(*given_arrays: jax.Array) -> Any:
+        rest = dict(zip(given, given_arrays, strict=True))
+        return function(*(rest.get(i) for i in range(len(arrays))))
+
+    there: list[Any] = [arrays[i] for i in given]
+    in_specs = tuple(spec(ARRAYS[i]) for i in given)
+    if AxisType.Explicit in mesh.axis_types:
+        # There shard_map takes arrays as they come, split as it says.
+        there = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(there, in_specs, strict=True)]
+    out_specs = tuple(spec(kind) for kind in RESULTS)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*there)
+
+
 def manual_axes() -> list[str]:
     """The mesh axes of the `shard_map` that is being traced, if any."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -111,9 +192,14 @@ def _rows_and_heads(spec: P, ndim: int) -> tuple[tuple, Any]:
     return full[: ndim - 3], full[ndim - 2]
 
 
-def _spec(kind: Kind, rows: tuple, heads: Any) -> P:
+def _names(axes: Any) -> tuple[str, ...]:
+    return () if axes is None else tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def _spec(kind: Kind, rows: tuple, heads: Any, tokens: Any = None) -> P:
     lead = rows if kind.rows else ()
-    return P(*lead, *(heads if axis in ("h", "hr") else None for axis in kind.axes if axis != "..."))
+    split = {"h": heads, "hr": heads, "t": tokens}
+    return P(*lead, *(split.get(axis) for axis in kind.axes if axis != "..."))
 
 
 def _check_heads(mesh: Any, heads: Any, H: int, HV: int) -> None:

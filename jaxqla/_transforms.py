@@ -135,19 +135,14 @@ def _map_and_call(call: Callable, axis_size: int, in_batched: Any, arrays: Any) 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
 
-# Kinds of q, k, v, g, beta, initial_state, segment_ids, cu_seqlens; and of o and the final state.
-_ARRAYS = (_sharding.QK, _sharding.QK, _sharding.V, _sharding.GATE, _sharding.GATE, _sharding.STATE, _sharding.IDS)
-_ARRAYS += (_sharding.BOUNDARIES,)
-_RESULTS = (_sharding.V, _sharding.STATE)
-
 
 def _over_devices(body: Callable, options: Options, *arrays: jax.Array | None) -> Any:
     """Runs `body` on the shard of each device, its leading axes folded into rows."""
     # Arrays, cotangents of the results, cotangents of the gradients: as many as this body takes.
-    kinds = (_ARRAYS + _RESULTS + _ARRAYS[:_SEGMENT_IDS])[: len(arrays)]
+    kinds = (_sharding.ARRAYS + _sharding.RESULTS + _sharding.ARRAYS[:_SEGMENT_IDS])[: len(arrays)]
     given = tuple(x is not None for x in arrays)
     if body is _forward_body:
-        outputs, results = (True, options.return_final_state), _RESULTS
+        outputs, results = (True, options.return_final_state), _sharding.RESULTS
     else:
         # The gradients of what it differentiates: of what is a float, and there.
         primals = _NUM_ARRAYS if body is _backward_body else _NUM_BACKWARD_ARRAYS

@@ -26,6 +26,9 @@ def gated_delta(
     cu_seqlens: Int[Array, " N+1"] | None = None,
     qk_l2norm: bool = False,
     implementation: str | None = None,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
     sequence_axis: str | None = None,
 ) -> tuple[Float[Array, "B T HV V"], Float[Array, "N HV K V"] | None]:
     """Computes the gated delta rule, a linear attention with decay and error correction.
@@ -49,8 +52,8 @@ def gated_delta(
 
     Transformations: `jit`, `vmap` over any subset of the arguments, `grad` (also of a `grad`), `remat`, `scan`. Forward
     mode (`jvp`) raises. The inputs are the only residuals of the forward. In a policy of `jax.checkpoint` the results
-    are named `"jaxqla_o"` and `"jaxqla_final_state"`; `save_residuals` keeps them. Rows and heads may be split over a
-    mesh, H and HV together. `jax.export` needs `export_checks`.
+    are named `OUTPUT_NAME` and `FINAL_STATE_NAME`; `save_residuals` keeps them. Rows and heads may be split over a
+    mesh, H and HV together, by the arrays' shardings or by `mesh`. `jax.export` needs `export_checks`.
 
     Args:
         q: Queries, bfloat16, float16 or float32. Value head `h` reads the query and key of head `h // (HV // H)`.
@@ -77,10 +80,17 @@ def gated_delta(
             result has the dtype of `q`. Gradients go through it.
         implementation: None runs the kernels where they can run this call and plain JAX elsewhere, as `explain`
             tells. `"cuda"` runs the kernels or raises. `"xla"` runs plain JAX.
-        sequence_axis: Inside `jax.shard_map`, the mesh axis over which tokens are split: each device has `T` tokens of
-            each row, in the order of the axis (context parallelism). Exact, at the work of three calls; the devices
-            exchange `[K, K + V]` float32 a row and value head. `initial_state` and the final state are those of the
-            whole rows, the same on all devices. Not together with `cu_seqlens`.
+        mesh: Runs the call over the devices of this mesh, split over the three axes that follow, whatever the sharding
+            of the arguments; for programs that are exported or come from the persistent compilation cache, which a
+            split that the compiler finds cannot be. By default the shardings of the arguments decide. Not inside
+            `jax.shard_map`.
+        batch_axis: Of `mesh`, the axis or axes over which rows are split; their size divides `B`.
+        head_axis: Of `mesh`, the axis or axes over which heads are split; their size divides `H`.
+        sequence_axis: The axis over which tokens are split (context parallelism): of `mesh`; or without one, of the
+            `jax.shard_map` around the call, where each device has `T` tokens of each row, in the order of the axis.
+            Exact, at the work of three calls; the devices exchange `[K, K + V]` float32 a row and value head.
+            `initial_state` and the final state are those of the whole rows, the same on all devices. Not together with
+            `cu_seqlens`.
 
     Returns:
         `o` of the shape and dtype of `v`, and the final state in float32, or None where it was not asked for.
@@ -110,7 +120,12 @@ def gated_delta(
         qk_l2norm=qk_l2norm,
         implementation=implementation,
     )
-    _check_sequence_axis(sequence_axis, cu_seqlens)
+    sizes = {"batch_axis": (batch_axis, "B", dims.B), "head_axis": (head_axis, "H", dims.H)}
+    if mesh is not None:
+        sizes["sequence_axis"] = (sequence_axis, "T", dims.T)
+    placement = _sharding.placement_on(mesh, sizes)
+    axes = _sharding.manual_axes() if mesh is None else list(mesh.axis_names)
+    _checks.check_sequence_axis("gated_delta", sequence_axis, axes, cu_seqlens)
     choice = _choose("gated_delta", dims, q.dtype, implementation)
     options = _transforms.Options(
         scale=dims.K**-0.5 if scale is None else float(scale),
@@ -119,10 +134,24 @@ def gated_delta(
         path=choice.path,
         cuda_only=implementation == "cuda",
     )
-    g, beta = g.astype(jnp.float32), beta.astype(jnp.float32)
-    if sequence_axis is not None:
-        return _sequence.gated_delta(options, sequence_axis, q, k, v, g, beta, initial_state, segment_ids)
-    return _transforms.gated_delta(options, q, k, v, g, beta, initial_state, segment_ids, cu_seqlens)
+    arrays = (q, k, v, g.astype(jnp.float32), beta.astype(jnp.float32), initial_state, segment_ids, cu_seqlens)
+    if placement is not None:
+        return _on_mesh(options, placement, *arrays)
+    return _local(options, sequence_axis, *arrays)
+
+
+def _local(options: _transforms.Options, sequence_axis: str | None, *arrays: Any) -> Any:
+    """The call on checked arrays, split as they are; over `sequence_axis` each has this device's tokens."""
+    if sequence_axis is None:
+        return _transforms.gated_delta(options, *arrays)
+    return _sequence.gated_delta(options, sequence_axis, *arrays[:-1])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _on_mesh(options: _transforms.Options, placement: _sharding.Placement, *arrays: jax.Array | None) -> Any:
+    """The call on checked arrays of all tokens, each on its part of them."""
+    local = functools.partial(_local, options, placement.tokens)
+    return _sharding.over_mesh(local, placement, arrays)
 
 
 @dataclass(frozen=True)
@@ -205,6 +234,9 @@ def explain(
     )
 
 
+OUTPUT_NAME, FINAL_STATE_NAME = _transforms.RESULT_NAMES
+"""Names of what `gated_delta` returns, for policies of `jax.checkpoint`."""
+
 _save_results = jax.checkpoint_policies.save_only_these_names(*_transforms.RESULT_NAMES)
 
 
@@ -222,18 +254,6 @@ def export_checks() -> list[jax.export.DisabledSafetyCheck]:
     The name of the call in an exported program carries a version, and a later jaxqla keeps serving it.
     """
     return [jax.export.DisabledSafetyCheck.custom_call(_launch.TARGET)]
-
-
-def _check_sequence_axis(axis: str | None, cu_seqlens: jax.Array | None) -> None:
-    if axis is None:
-        return
-    manual = _sharding.manual_axes()
-    if axis not in manual:
-        rule = f"name a manual mesh axis of the shard_map it is called in (manual: {manual})"
-        raise ValueError(_checks.message("gated_delta", "sequence_axis", rule, repr(axis)))
-    if cu_seqlens is not None:
-        rule = "be None where sequence_axis is given; use segment_ids, which may cross devices"
-        raise ValueError(_checks.message("gated_delta", "cu_seqlens", rule, "both"))
 
 
 def _choose(function: str, dims: _checks.Dims, dtype, implementation: str | None) -> _dispatch.Choice:

@@ -12,13 +12,20 @@ import jaxqla
 from kernels.build import ROOT
 from tests import cases
 
+# Gradients on one device, and on eight that the call names.
 CALL = """
-import os
-import jax, jax.numpy as jnp
+import jax
 import jaxqla
 from tests import cases
-x = cases.make(B=1, T=70, H=1, HV=2, K=8, V=8, dtype="float32")
-jax.block_until_ready(jax.jit(jax.grad(lambda v: jaxqla.gated_delta(x.q, x.k, v, x.g, x.beta)[0].sum()))(x.v))
+
+x = cases.make(B=2, T=9, H=4, HV=8, K=8, V=6, dtype="float32")
+mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+for split in ({}, {"mesh": mesh, "batch_axis": "data", "head_axis": "tensor"}):
+
+    def loss(*arrays):
+        return jaxqla.gated_delta(*arrays, **split)[0].sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(loss, argnums=range(5)))(*x[:5]))
 """
 
 
@@ -56,7 +63,7 @@ def test_the_persistent_cache_hits(tmp_path):
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -65,5 +72,5 @@ def test_the_persistent_cache_hits(tmp_path):
     for _ in range(2):
         subprocess.run([sys.executable, "-c", CALL], cwd=ROOT, env=environment, check=True)
         entries.append({path.name for path in tmp_path.iterdir() if path.name.endswith("-cache")})
-    assert entries[0]
+    assert sum(name.startswith("jit_loss-") for name in entries[0]) == 2
     assert entries[0] == entries[1]
