@@ -1,4 +1,4 @@
-"""Measures the kernels of the forward one by one: `python -m benchmarks.kernels`, one JSON line a kernel and row."""
+"""Measures the kernels one by one: `python -m benchmarks.kernels`, one JSON line a kernel and row."""
 
 import argparse
 import dataclasses
@@ -19,9 +19,15 @@ from benchmarks.rows import CHUNK, Row, select
 from benchmarks.timing import Settings, measure
 from jaxqla import _cuda, _launch
 
-ROWS = ("tp1/4096x8", "sym/8192x4", "27b/1x16384")
+ROWS = {
+    "forward": ("tp1/4096x8", "sym/8192x4", "27b/1x16384"),
+    "backward": ("hk16_hv32/32k_1seq", "hk16_hv32/8k_8seq", "hk4_hv8/32k_1seq"),
+}
 INVERSE = "gdn_chunk_inverse_bf16"
 FUSED = {v_tile: f"gdn_fused_forward_bf16_v{v_tile}" for v_tile in (128, 64)}
+COUPLING = "gdn_chunk_coupling_bf16"
+STATES = "gdn_backward_states_bf16_v64"
+GRADIENTS = "gdn_backward_gradients_bf16"
 
 
 def inverse_work(row: Row) -> Work:
@@ -41,12 +47,32 @@ def fused_work(row: Row) -> Work:
     return Work(flops, bytes_ + row.items * 2 * 4 * row.K * row.V)
 
 
+def states_work(row: Row) -> Work:
+    """Two products with the state forward and three back, four of 64 tokens; v, do and twice Y in, dv and for each
+    chunk two states and two rows out."""
+    wide, narrow = 2 * CHUNK * row.K * row.V, 2 * CHUNK * CHUNK * row.V
+    rows, states = 2 * CHUNK * row.V, 2 * row.K * row.V
+    flops = row.units * (5 * wide + 4 * narrow)
+    bytes_ = row.units * (5 * rows + 2 * 2 * CHUNK * CHUNK + 2 * states + 2 * 2 * 4 * CHUNK)
+    return Work(flops, bytes_ + row.num_chunks * row.H * 3 * 2 * CHUNK * row.K + row.items * 3 * 4 * row.K * row.V)
+
+
+def gradients_work(row: Row) -> Work:
+    """Three products with states and six of 64 tokens; do and what the state passes left in, dq and dk out."""
+    wide, narrow = 2 * CHUNK * row.K * row.V, 2 * CHUNK * CHUNK * row.V
+    bytes_ = row.units * (3 * 2 * CHUNK * row.V + 2 * 2 * row.K * row.V + 4 * 4 * CHUNK)
+    return Work(row.units * (3 * wide + 6 * narrow), bytes_ + row.num_chunks * row.H * 4 * 2 * CHUNK * row.K)
+
+
 def packed(inputs: Inputs) -> _cuda.Packed:
     return _cuda.pack(*inputs.q.shape[:2], None, inputs.cu_seqlens)
 
 
-def inverse(inputs: Inputs) -> Any:
-    return _cuda.chunk_inverse(inputs.k[0], inputs.g[0], inputs.beta[0], packed(inputs), kernel=INVERSE)
+def chunk_kernel(kernel: str) -> Callable[[Inputs], Any]:
+    def call(inputs: Inputs) -> Any:
+        return _cuda.chunk_inverse(inputs.k[0], inputs.g[0], inputs.beta[0], packed(inputs), kernel=kernel)
+
+    return call
 
 
 def fused(v_tile: int) -> Callable[[Inputs, Any], Any]:
@@ -66,6 +92,38 @@ def fused(v_tile: int) -> Callable[[Inputs, Any], Any]:
     return call
 
 
+def backward_states(inputs: Inputs, coupling: Any) -> Any:
+    assert inputs.do is not None
+    return _cuda.backward_states(
+        inputs.q[0],
+        inputs.k[0],
+        inputs.v[0],
+        inputs.do[0],
+        *coupling,
+        inputs.beta[0],
+        packed(inputs),
+        inputs.initial_state,
+        inputs.dfinal_state,
+        scale=inputs.q.shape[-1] ** -0.5,
+        kernel=STATES,
+    )
+
+
+def backward_gradients(inputs: Inputs, coupling: Any, states: Any) -> Any:
+    assert inputs.do is not None
+    return _cuda.backward_gradients(
+        inputs.q[0],
+        inputs.k[0],
+        inputs.do[0],
+        states,
+        coupling[1],
+        inputs.beta[0],
+        packed(inputs),
+        scale=inputs.q.shape[-1] ** -0.5,
+        kernel=GRADIENTS,
+    )
+
+
 def replayer(function: Callable[..., Any], operands: Sequence[Any]) -> Callable[[int], float]:
     """Runs a program of one call for each of `operands`."""
     program = jax.jit(lambda several: [function(*x) for x in several])
@@ -81,13 +139,24 @@ def replayer(function: Callable[..., Any], operands: Sequence[Any]) -> Callable[
     return replay
 
 
-def measured(row: Row, settings: Settings) -> list[dict[str, Any]]:
-    pool = make_pool([row], gradients=False)
-    sets = [make_inputs(pool, row, i)._replace(do=None, dfinal_state=None) for i in range(max(3, num_sets(row)))]
-    inverses = [jax.jit(inverse)(inputs) for inputs in sets]
+def measured(row: Row, direction: str, settings: Settings) -> list[dict[str, Any]]:
+    pool = make_pool([row], gradients=direction == "backward")
+    sets = [make_inputs(pool, row, i) for i in range(max(3, num_sets(row)))]
+    alone = [(x,) for x in sets]
+    of_chunks = chunk_kernel(INVERSE if direction == "forward" else COUPLING)
+    inverses = [jax.jit(of_chunks)(x) for x in sets]
     both = list(zip(sets, inverses, strict=True))
-    cases = [(INVERSE, inverse, [(x,) for x in sets], inverse_work(row))]
-    cases += [(FUSED[v_tile], fused(v_tile), both, fused_work(row)) for v_tile in FUSED]
+    if direction == "forward":
+        cases = [(INVERSE, of_chunks, alone, inverse_work(row))]
+        cases += [(FUSED[v_tile], fused(v_tile), both, fused_work(row)) for v_tile in FUSED]
+    else:
+        states = [jax.jit(backward_states)(*x) for x in both]
+        all_three = [(*x, y) for x, y in zip(both, states, strict=True)]
+        cases = [
+            (COUPLING, of_chunks, alone, inverse_work(row)),
+            (STATES, backward_states, both, states_work(row)),
+            (GRADIENTS, backward_gradients, all_three, gradients_work(row)),
+        ]
     return [line(row, *case, settings) for case in cases]
 
 
@@ -116,7 +185,8 @@ def line(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Measure the kernels one by one.")
-    parser.add_argument("rows", nargs="*", default=list(ROWS), help="rows, as for python -m benchmarks")
+    parser.add_argument("rows", nargs="*", help="rows, as for python -m benchmarks (default: three of each direction)")
+    parser.add_argument("--direction", choices=list(ROWS), default="forward")
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--target-ms", type=float, default=20.0)
     parser.add_argument("--out", type=Path, default=RESULTS / "kernels.jsonl")
@@ -126,8 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     options.out.parent.mkdir(parents=True, exist_ok=True)
     with options.out.open("a") as file:
-        for row in select(None, options.rows):
-            for x in measured(row, Settings(repeats=options.repeats, target_ms=options.target_ms)):
+        for row in select(None, options.rows or ROWS[options.direction]):
+            for x in measured(row, options.direction, Settings(repeats=options.repeats, target_ms=options.target_ms)):
                 time_ms = x["timing"]["median_ms"]
                 print(f"{x['row']:>18} {x['kernel']:>32} {time_ms:.4f} ms {x['us_per_unit']:.2f} us/unit/SM")
                 file.write(json.dumps(x) + "\n")

@@ -130,11 +130,8 @@ def backward(
         scale=scale,
         kernel=states_kernel,
     )
-    dq, dk, dg, dbeta = _launch.launch(
-        gradients_kernel,
-        (q_rows, k_rows, do, states.states, states.errors, states.dstates, states.derrors, g_cum, beta, *packed),
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q_rows, k_rows, g, beta)),
-        scalars={"scale": np.float32(scale)},
+    dq, dk, dg, dbeta = backward_gradients(
+        q_rows, k_rows, do, states, g_cum, beta, packed, scale=scale, kernel=gradients_kernel
     )
     if through_q is not None and through_k is not None:
         (dq,), (dk,) = through_q(dq), through_k(dk)
@@ -238,6 +235,28 @@ def backward_states(
         scalars={"scale": np.float32(scale)},
     )
     return States(*results)
+
+
+def backward_gradients(
+    q: Float[Array, "NT H K"],
+    k: Float[Array, "NT H K"],
+    do: Float[Array, "NT HV V"],
+    states: States,
+    g_cum: Float[Array, "NC HV C"],
+    beta: Float[Array, "NT HV"],
+    packed: Packed,
+    *,
+    scale: float,
+    kernel: str,
+) -> tuple[Float[Array, "NT H K"], Float[Array, "NT H K"], Float[Array, "NT HV"], Float[Array, "NT HV"]]:
+    """Launches the chunk-parallel gradients of q, k, g and beta; those of g and beta are not written at padding."""
+    dq, dk, dg, dbeta = _launch.launch(
+        kernel,
+        (q, k, do, states.states, states.errors, states.dstates, states.derrors, g_cum, beta, *packed),
+        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, beta, beta)),
+        scalars={"scale": np.float32(scale)},
+    )
+    return dq, dk, dg, dbeta
 
 
 def fused_forward(
