@@ -318,7 +318,7 @@ class QwenForCausalLM(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], HybridCache | None]:
         """What `logits` takes: the normalised output of the last layer; and the cache after it, if one was given."""
         places = Places.of(tokens.shape, segment_ids, positions, cache)
-        x = constrain(self.embed_tokens(tokens), "batch", None, None)
+        x = self._embed(tokens)
         states = None if cache is None else cache.layers
 
         def run(module: Any, x: Array, states: Any) -> tuple[Array, Any]:
@@ -339,6 +339,12 @@ class QwenForCausalLM(nnx.Module):
                 new.append(state)
         hidden = self.norm(x)
         return hidden, None if cache is None else places.advance(cache, tuple(new))
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        table = self.embed_tokens.embedding[...]
+        # Where the width of the table stays split, every device looks up the tokens of all.
+        table = constrain(table.astype(self.dtype or table.dtype), "vocab", None)
+        return constrain(jnp.take(table, tokens, axis=0), "batch", None, None)
 
     def logits(self, hidden: Float[Array, "*rows D"]) -> Float[Array, "*rows vocab"]:
         """Logits of hidden states, summed and returned in float32."""
@@ -370,7 +376,7 @@ class QwenForCausalLM(nnx.Module):
         if not self.config.num_mtp_layers:
             raise ValueError(message("mtp_logits", "config.num_mtp_layers", "be at least 1", 0))
         places = Places.of(next_tokens.shape, segment_ids, positions)
-        return self.logits(self.mtp(self.embed_tokens(next_tokens), hidden, places, segment_ids))
+        return self.logits(self.mtp(self._embed(next_tokens), hidden, places, segment_ids))
 
     def init_cache(self, batch: int, max_length: int, *, dtype: DTypeLike | None = None) -> HybridCache:
         """An empty cache.
