@@ -1,0 +1,235 @@
+"""The layers against their formulas, in other frameworks' clothes, and over devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen, nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxqla.flax import (
+    GatedAttention,
+    GatedDeltaNet,
+    GatedRMSNorm,
+    Places,
+    RMSNorm,
+    SparseMoE,
+    attention,
+    make_mesh,
+    use_mesh,
+)
+from tests.compiled import collectives
+from tests.language_models import FAST, relative
+
+D, H, HV, K, V = 24, 2, 4, 8, 12
+SIZES = {"hidden_size": D, "num_key_heads": H, "num_value_heads": HV, "key_head_dim": K, "value_head_dim": V}
+IDS = np.array([[0, 1, 1, 1, 2, 2, 0], [3, 3, 0, 0, 3, 4, 4]], np.int32)
+
+
+def gated_delta_net(**options):
+    return GatedDeltaNet(**SIZES | options, kernel_init=nnx.initializers.normal(0.3), rngs=nnx.Rngs(0))
+
+
+def rows(*shape, seed=0, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def test_norms_are_their_formulas_in_float32():
+    x, gate, scale = rows(3, 5, 16), rows(3, 5, 16, seed=1), rows(16, seed=2)
+    unit = x / np.sqrt(np.mean(x.astype(np.float64) ** 2, axis=-1, keepdims=True) + 0.01)
+    norm = RMSNorm(16, eps=0.01)
+    assert relative(norm(x), unit) < 1e-6
+    norm.scale[...] = jnp.asarray(scale)
+    assert relative(norm(x), unit * (1 + scale)) < 1e-6
+    gated = GatedRMSNorm(16, eps=0.01)
+    silu = gate / (1 + np.exp(-gate.astype(np.float64)))
+    assert relative(gated(x, gate), unit * silu) < 1e-6
+    gated.scale[...] = jnp.asarray(scale)
+    assert relative(gated(x, gate), unit * scale * silu) < 1e-6
+    # Squares of these overflow in float16.
+    large = (300 * np.sign(x)).astype(np.float16)
+    got = RMSNorm(16)(large)
+    assert got.dtype == np.float16
+    np.testing.assert_array_equal(got, np.sign(x))
+
+
+# -- Gated DeltaNet ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_float32_in_a_bfloat16_layer():
+    layer = gated_delta_net(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    dtypes = {".".join(map(str, path)): x.dtype for path, x in nnx.to_flat_state(nnx.state(layer))}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.float32} == {"A_log", "dt_bias", "norm.scale"}
+    assert {name for name, dtype in dtypes.items() if dtype == jnp.bfloat16} == {
+        "conv1d",
+        "in_proj_ba.kernel",
+        "in_proj_qkvz.kernel",
+        "out_proj.kernel",
+    }
+    state = layer.init_state(3)
+    assert (state.conv.dtype, state.recurrent.dtype) == (jnp.bfloat16, jnp.float32)
+    y, after = jax.eval_shape(lambda: layer(jnp.zeros((3, 5, D)), state=state, return_state=True))
+    assert (y.dtype, after) == (jnp.bfloat16, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state))
+
+
+def test_a_thousand_small_updates_move_a_bfloat16_layer():
+    layer = gated_delta_net(dtype=jnp.bfloat16, param_dtype=jnp.bfloat16)
+    graph, before = nnx.split(layer)
+    x, target = rows(2, 3, D), rows(2, 3, D, seed=1)
+    rule = optax.adam(1e-5)
+
+    def loss(state):
+        return jnp.mean(jnp.square(nnx.merge(graph, state)(x).astype(jnp.float32) - target))
+
+    def update(carry, _):
+        state, moments = carry
+        updates, moments = rule.update(jax.grad(loss)(state), moments, state)
+        return (optax.apply_updates(state, updates), moments), None
+
+    def updates(state):
+        return jax.lax.scan(update, (state, rule.init(state)), length=1000)[0][0]
+
+    after = jax.jit(updates)(before)
+    for name in ("A_log", "dt_bias"):
+        moved = np.abs(np.asarray(after[name][...]) - np.asarray(before[name][...]))
+        # Each update is about the rate, of which bfloat16 would have kept nothing at numbers around 1.
+        assert np.all(moved > 1e-3), (name, moved)
+        assert np.all(moved < 1.1e-2), (name, moved)
+
+
+def test_a_linen_layer_has_the_same_values():
+    x = rows(*IDS.shape, D)
+    layer = gated_delta_net()
+    outer = nnx.bridge.to_linen(GatedDeltaNet, **SIZES, kernel_init=nnx.initializers.normal(0.3))
+    variables = outer.init(jax.random.key(0), x, segment_ids=IDS)
+    shapes = {".".join(map(str, path)): leaf.shape for path, leaf in nnx.to_flat_state(nnx.state(layer))}
+    params = linen.meta.unbox(variables)["params"]
+    flat = {".".join(path): leaf for path, leaf in nnx.traversals.flatten_mapping(params).items()}
+    assert {name: leaf.shape for name, leaf in flat.items()} == shapes
+    # The linen parameters, given to the nnx layer.
+    state = nnx.state(layer)
+    nnx.update(
+        layer, nnx.from_flat_state([(path, v.replace(flat[".".join(path)])) for path, v in nnx.to_flat_state(state)])
+    )
+    got = jax.jit(lambda variables: outer.apply(variables, x, segment_ids=IDS))(variables)
+    want = jax.jit(lambda layer: layer(x, segment_ids=IDS))(layer)
+    np.testing.assert_array_equal(got, want)
+    assert np.all(np.asarray(want)[IDS == 0] == 0)
+    assert np.all(np.any(np.asarray(want)[IDS != 0] != 0, axis=-1))
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_heads_over_devices_cost_one_sum(tensor):
+    mesh = make_mesh(data=2, tensor=tensor)
+    sizes = {"num_key_heads": 4, "num_value_heads": 8}
+    x = rows(2, 9, D)
+    ids = np.repeat([[1, 2, 0]], 2, axis=0).repeat(3, axis=1).astype(np.int32)
+    want = jax.jit(lambda layer: layer(x, segment_ids=ids), compiler_options=FAST)(gated_delta_net(**sizes))
+    with use_mesh(mesh, sizes={"gdn_heads": 4}):
+        layer = gated_delta_net(**sizes)
+        assert layer.conv1d[...].addressable_shards[0].data.shape[1] == 4 // tensor
+        split = [jax.device_put(y, NamedSharding(mesh, P("data"))) for y in (x, ids)]
+        run = jax.jit(lambda layer, x, ids: layer(x, segment_ids=ids), compiler_options=FAST)
+        assert collectives(run, layer, *split) == {"all-reduce": 1}
+        assert relative(run(layer, *split), want) < 1e-6
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def test_long_rows_are_taken_in_blocks(monkeypatch):
+    layer = GatedAttention(D, 4, 2, head_dim=8, rotary_dim=4, rngs=nnx.Rngs(0))
+    x = rows(*IDS.shape, D)
+
+    def loss(layer, x):
+        y = layer(x, segment_ids=IDS)
+        return jnp.sum(jnp.sin(20 * y)), y
+
+    results = []
+    for block in (512, 3):
+        monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
+        results.append(
+            jax.jit(jax.value_and_grad(lambda *xs: loss(*xs), has_aux=True), compiler_options=FAST)(layer, x)
+        )
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert relative(got, want) < 1e-5
+    assert np.all(np.asarray(results[0][0][1])[IDS == 0] == 0)
+
+
+def test_places_count_tokens_and_documents():
+    places = Places.of(IDS.shape, jnp.asarray(IDS))
+    none = np.iinfo(np.int32).max
+    np.testing.assert_array_equal(places.slots, [[none, 0, 1, 2, 3, 4, none], [0, 1, none, none, 2, 3, 4]])
+    np.testing.assert_array_equal(np.asarray(places.positions)[IDS != 0], [0, 1, 2, 0, 1, 0, 1, 2, 0, 1])
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+def test_experts_are_those_one_by_one(norm_topk_prob):
+    layer = SparseMoE(
+        D, 5, 2, 12, 20, norm_topk_prob=norm_topk_prob, kernel_init=nnx.initializers.normal(0.5), rngs=nnx.Rngs(0)
+    )
+    x = rows(3, 4, D)
+    weights = {
+        ".".join(map(str, path)): np.asarray(leaf[...], np.float64)
+        for path, leaf in nnx.to_flat_state(nnx.state(layer))
+    }
+
+    def swiglu(x, gate, up, down):
+        gate = x @ gate
+        return gate / (1 + np.exp(-gate)) * (x @ up) @ down
+
+    want = np.zeros(x.shape)
+    for i in np.ndindex(*x.shape[:2]):
+        p = np.exp(x[i] @ weights["router.kernel"])
+        p /= p.sum()
+        top = np.argsort(-p)[:2]
+        share = p[top].sum() if norm_topk_prob else 1.0
+        parts = ("gate_proj", "up_proj", "down_proj")
+        for e in top:
+            want[i] += p[e] / share * swiglu(x[i], *(weights[part][e] for part in parts))
+        shared = swiglu(x[i], *(weights[f"shared_expert.{part}.kernel"] for part in parts))
+        want[i] += shared / (1 + np.exp(-x[i] @ weights["shared_expert_gate.kernel"]))
+    assert relative(layer(x), want) < 1e-5
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_sizes_that_do_not_fit_are_told_with_their_numbers():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(
+        ValueError, match=r"^GatedDeltaNet: num_value_heads must be a multiple of num_key_heads = 2, got 3"
+    ):
+        gated_delta_net(num_value_heads=3)
+    with pytest.raises(ValueError, match=r"^GatedAttention: num_heads must be a multiple of num_kv_heads = 2, got 3"):
+        GatedAttention(D, 3, 2, rngs=rngs)
+    for rotary in (3, 12):
+        with pytest.raises(ValueError, match=rf"rotary_dim must be even and at most head_dim = 8, got {rotary}"):
+            GatedAttention(D, 4, 2, head_dim=8, rotary_dim=rotary, rngs=rngs)
+    with pytest.raises(ValueError, match=r"implementation must be one of \('xla', 'cudnn'\), got 'flash'"):
+        GatedAttention(D, 4, 2, implementation="flash", rngs=rngs)  # pyright: ignore[reportArgumentType]
+    for top in (0, 6):
+        with pytest.raises(ValueError, match=rf"num_experts_per_tok must be from 1 to num_experts = 5, got {top}"):
+            SparseMoE(D, 5, top, 12, 20, rngs=rngs)
+
+
+def test_a_state_needs_places():
+    layer = GatedAttention(D, 4, 2, head_dim=8, rotary_dim=4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="places must be given where state is, got None"):
+        layer(rows(2, 3, D), state=layer.init_state(2, 8))
+
+
+def test_meshes_that_do_not_fit_are_told_with_their_numbers():
+    with pytest.raises(ValueError, match=r"data \* fsdp \* tensor must be at most the number of devices, got data = 3"):
+        make_mesh(data=3, tensor=3)
+    rule = r"the mesh axes \('tensor',\) must divide the 2 key heads of the gated delta layers, got 4"
+    with pytest.raises(ValueError, match=rule), use_mesh(make_mesh(tensor=4), sizes={"gdn_heads": 2}):
+        pass
