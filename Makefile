@@ -1,4 +1,4 @@
-# make demo      the operator at work on what this machine has (makes .venv)
+# make demo      the operator at work on what this machine has, and a tiny model that learns for a minute (makes .venv)
 # make test      lint, types, documentation, kernels, wheel, tests at both ends of the jax range (makes .venv-dev, .venv-newest, .venv-wheel)
 # make kernels   the library and the kernels, into jaxqla/lib; needs no GPU
 # make wheel     kernels and package, into dist/

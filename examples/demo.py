@@ -1,9 +1,14 @@
-"""What `make demo` runs: gated_delta on what this machine has. Path and reason, error against the oracle, tokens/s."""
+"""What `make demo` runs, on what this machine has.
 
+The operator: its path and why, its error against the oracle, tokens/s. Then a tiny model that learns for a minute.
+"""
+
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +25,7 @@ REALISTIC_CPU = {**REALISTIC, "T": 1024}
 SECONDS = 10.0
 
 
-def make_inputs(B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, jax.Array]:
+def make_inputs(B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, Any]:
     """Random inputs as a trained layer would give them: bf16 values, gates mostly near 0, beta in (0, 1)."""
     keys = jax.random.split(jax.random.key(0), 5)
     return {
@@ -32,12 +37,12 @@ def make_inputs(B: int, T: int, H: int, HV: int, K: int, V: int) -> dict[str, ja
     }
 
 
-def forward(inputs: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+def forward(inputs: dict[str, Any]) -> tuple[jax.Array, jax.Array | None]:
     """Outputs and final state; the operator normalises q and k itself."""
     return jaxqla.gated_delta(**inputs, qk_l2norm=True, return_final_state=True)
 
 
-def gradients(inputs: dict[str, jax.Array], do: jax.Array) -> dict[str, jax.Array]:
+def gradients(inputs: dict[str, Any], do: jax.Array) -> dict[str, Any]:
     """Gradients of sum(o * do) for every input."""
     _, vjp = jax.vjp(lambda inputs: jaxqla.gated_delta(**inputs, qk_l2norm=True)[0], inputs)
     return vjp(do)[0]
@@ -124,6 +129,19 @@ def show_speed() -> None:
         print(f"    {label:22s} {seconds * 1e3:10.3f} ms  {tokens:14,.0f} tokens/s")
 
 
+def show_a_model() -> None:
+    """Trains a tiny hybrid model for a minute and has it write something."""
+    missing = [name for name in ("flax", "optax", "safetensors", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"a tiny model that learns: left out, {', '.join(missing)} must be installed (pip install 'jaxqla[demo]')"
+        )
+        return
+    import tiny_model
+
+    tiny_model.main()
+
+
 def main() -> None:
     """Runs all of it."""
     device = jax.devices()[0]
@@ -132,6 +150,7 @@ def main() -> None:
     print(jaxqla.explain(**inputs, qk_l2norm=True, return_final_state=True))
     show_errors()
     show_speed()
+    show_a_model()
 
 
 if __name__ == "__main__":

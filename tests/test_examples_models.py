@@ -1,6 +1,7 @@
 """The examples of whole models do what they say, on a model of one layer of each kind."""
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,14 @@ def example(name: str) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_quickly():
+    # What is compiled here runs a few times; half the time to compile.
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +140,34 @@ def test_generate_says_what_is_wrong(arguments, words, folder, tmp_path):
 def test_generate_needs_a_tokenizer_for_few_tokens(folder, tmp_path):
     with pytest.raises(ValueError, match=r"a vocabulary of 96 and no .*tokenizer\.json"):
         example("generate").codec_of(tmp_path, 96, ids=False)
+
+
+# ---- tiny_model.py
+
+
+def test_a_tiny_model_learns(monkeypatch):
+    tiny = example("tiny_model")
+    text = tiny.Text()
+    assert text.decode(text.encode(tiny.PROMPT)) == tiny.PROMPT
+    assert text.share_of_words("Stateful, the decay? zzz") == pytest.approx(0.5)
+    for name, value in {"STEPS": 30, "BATCH": 2, "LENGTH": 48}.items():
+        monkeypatch.setattr(tiny, name, value)
+    assert text.rows(0).shape == (2, 48)
+    _, losses = tiny.train(tiny.new_model(len(text.bytes)), text)
+    assert len(losses) == 30
+    # Before the first step every byte is as likely as another.
+    assert losses[0] == pytest.approx(math.log(len(text.bytes)), rel=0.05)
+    assert losses[-1] < 0.75 * losses[0]
+
+
+def test_a_tiny_model_trains_for_a_time_and_says_where_it_has_not_learnt():
+    tiny = example("tiny_model")
+    assert tiny.share_over(tiny.STEPS, 0.0) == 1
+    assert tiny.share_over(tiny.STEPS // 2, 2 * tiny.SECONDS) == 1
+    assert tiny.share_over(tiny.FEWEST // 2, 2 * tiny.SECONDS) == 0.5
+    assert tiny.share_over(tiny.FEWEST, tiny.SECONDS / 4) == 0.25
+    tiny.check(4.0, 1.9, 0.6)
+    with pytest.raises(AssertionError, match=r"below 0\.5 of 4\.00, got 2\.10"):
+        tiny.check(4.0, 2.1, 0.6)
+    with pytest.raises(AssertionError, match="words of the documents, got 40%"):
+        tiny.check(4.0, 1.9, 0.4)
