@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -31,7 +32,7 @@ RESULT_NAMES = ("jaxqla_o", "jaxqla_final_state")
 
 # Positions in the list of arrays: q, k, v, g, beta, initial_state, segment_ids, cu_seqlens. The backward takes the
 # cotangents of o and of the final state after them.
-_SEGMENT_IDS, _CU_SEQLENS = 6, 7
+_V, _SEGMENT_IDS, _CU_SEQLENS = 2, 6, 7
 _NUM_ARRAYS, _NUM_BACKWARD_ARRAYS = 8, 10
 
 
@@ -58,7 +59,8 @@ def _gated_delta(options, *arrays):
     return _over_rows(_forward_body, options)(*arrays)
 
 
-def _gated_delta_fwd(options, *arrays):
+def _gated_delta_fwd(options, *primals):
+    arrays = tuple(None if x is None else x.value for x in primals)
     # The call is the differentiable one, so that a gradient of a gradient finds a rule here too.
     o, final_state = _gated_delta(options, *arrays)  # pyright: ignore[reportGeneralTypeIssues]
     o = checkpoint_name(o, RESULT_NAMES[0])
@@ -68,12 +70,18 @@ def _gated_delta_fwd(options, *arrays):
 
 
 def _gated_delta_bwd(options, arrays, cotangents):
-    gradients: Any = _gradients(options, *arrays, *cotangents)
+    do, dfinal_state = cotangents
+    if isinstance(do, SymbolicZero):
+        do = jnp.zeros_like(arrays[_V])
+    # A final state that nothing depends on costs nothing.
+    if isinstance(dfinal_state, SymbolicZero):
+        dfinal_state = None
+    gradients: Any = _gradients(options, *arrays, do, dfinal_state)
     # Integers have no gradient, which None says for whatever tangent type they have.
     return (*gradients, None, None)
 
 
-_gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd)
+_gated_delta.defvjp(_gated_delta_fwd, _gated_delta_bwd, symbolic_zeros=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

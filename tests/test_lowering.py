@@ -1,5 +1,6 @@
 """Does a call become kernels where it is lowered for CUDA, and plain JAX elsewhere? Needs no GPU and no kernels."""
 
+import functools
 import re
 
 import jax
@@ -133,6 +134,24 @@ def test_gradients_alone_run_the_backward_kernels_that_explain_names():
     args = arguments()
     names = tuple(kernels_of(jax.jit(gradients).trace(args[2], *args).lower(lowering_platforms=("cuda",)).as_text()))
     assert names[-3:] == jaxqla.explain(*args).backward_kernels == tuple(name.format("bf16") for name in BACKWARD)
+
+
+def test_a_result_that_nothing_depends_on_has_no_cotangent():
+    def gradients(of_state, *arguments):
+        def loss(*arguments):
+            o, state = jaxqla.gated_delta(*arguments, return_final_state=True)
+            return (state if of_state else o).astype(jnp.float32).sum()
+
+        return jax.grad(loss)(*arguments)
+
+    def cotangent_of_the_state(of_state):
+        text = lower(functools.partial(gradients, of_state), *arguments())
+        call = next(line for line in text.splitlines() if 'kernel = "gdn_backward_states_bf16_v64"' in line)
+        operands = re.findall(r"tensor<(\w+)>", call.split(" : ")[-1].split("->")[0])
+        return operands[-1]
+
+    assert cotangent_of_the_state(False) == "0x6x128x128xf32"
+    assert cotangent_of_the_state(True) == "2x6x128x128xf32"
 
 
 def test_scalars_are_of_numpy():
