@@ -119,7 +119,7 @@ class SparseMoE(nnx.Module):
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the layer to each token."""
         shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        tokens = jnp.reshape(x, (-1, x.shape[-1]))
+        tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
         # In float32, so that ties between experts are as rare as the router means them to be.
         probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
         weights, chosen = lax.top_k(probabilities, self.top)
