@@ -1,7 +1,9 @@
 """The examples of whole models do what they say, on a model of one layer of each kind."""
 
 import importlib.util
+import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +11,7 @@ from types import ModuleType
 import jax
 import jax.numpy as jnp
 import pytest
+from safetensors.numpy import load_file
 
 from jaxqla.models import load
 from tests import checkpoints
@@ -77,8 +80,7 @@ def test_generate_continues_ragged_prompts(folder, greedy, capsys):
 
 
 def test_generate_streams_one_prompt_and_stops_where_the_folder_says(folder, greedy, tmp_path, capsys):
-    for file in folder.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     new = range(len(PROMPTS[1]) + 3, len(greedy[1]))
     end = next(i for i in new if greedy[1][i] not in greedy[1][len(PROMPTS[1]) : i])
     (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": [{greedy[1][end]}, 999]}}')
@@ -140,6 +142,59 @@ def test_generate_says_what_is_wrong(arguments, words, folder, tmp_path):
 def test_generate_needs_a_tokenizer_for_few_tokens(folder, tmp_path):
     with pytest.raises(ValueError, match=r"a vocabulary of 96 and no .*tokenizer\.json"):
         example("generate").codec_of(tmp_path, 96, ids=False)
+
+
+# ---- convert.py
+
+
+@pytest.mark.parametrize("options", [[], ["--scan-layers"]])
+def test_convert_goes_to_orbax_and_back_to_the_same_bits(options, folder, tmp_path, capsys):
+    pytest.importorskip("orbax.checkpoint")
+    convert = example("convert")
+    source = shutil.copytree(folder, tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    convert.main([str(source), str(tmp_path / "orbax"), "--check", *options])
+    assert not list((tmp_path / "orbax").rglob("*.safetensors"))
+    convert.main([str(tmp_path / "orbax"), str(tmp_path / "back")])
+    assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
+    assert capsys.readouterr().out.count("equal to the bit") == 1
+
+    expected, got = (load_file(path / "model.safetensors") for path in (source, tmp_path / "back"))
+    assert expected.keys() == got.keys()
+    assert [
+        name for name, x in expected.items() if x.dtype != got[name].dtype or x.tobytes() != got[name].tobytes()
+    ] == []
+
+
+def test_convert_notices_a_bit(folder):
+    pytest.importorskip("orbax.checkpoint")
+    convert = example("convert")
+    model, other = load(folder)[0], load(folder)[0]
+    # Zero and minus zero are equal numbers.
+    model.norm.scale[...] = jnp.zeros_like(model.norm.scale[...])
+    other.norm.scale[...] = -model.norm.scale[...]
+    with pytest.raises(ValueError, match=r"to the bit, got others: \['norm.scale'\]"):
+        convert.check(model, other)
+    with pytest.raises(ValueError, match=r"got others: \['embed_tokens.embedding', "):
+        convert.check(model, load(folder, param_dtype="bfloat16")[0])
+
+
+def test_convert_says_what_is_wrong(folder, tmp_path):
+    pytest.importorskip("orbax.checkpoint")
+    convert = example("convert")
+    with pytest.raises(SystemExit, match=f"not be there yet, or be an empty folder, got {folder}"):
+        convert.main([str(folder), str(folder)])
+    with pytest.raises(SystemExit, match=r"config\.json"):
+        convert.main([str(tmp_path / "absent"), str(tmp_path / "new")])
+    # The configuration of another model beside the parameters.
+    convert.write_orbax(load(folder)[0], tmp_path / "orbax")
+    config = json.loads((tmp_path / "orbax" / "config.json").read_text())
+    (tmp_path / "orbax" / "config.json").write_text(json.dumps(config | {"hidden_size": 64}))
+    with pytest.raises(SystemExit, match=r"parameters of its config\.json, got others.*'embed_tokens.embedding'"):
+        convert.main([str(tmp_path / "orbax"), str(tmp_path / "new")])
+    with pytest.raises(SystemExit, match="left out on the way back"):
+        convert.main([str(tmp_path / "orbax"), str(tmp_path / "new"), "--scan-layers"])
+    assert not (tmp_path / "new").exists()
 
 
 # ---- tiny_model.py
