@@ -30,7 +30,9 @@ def test_quickstart_prints_loss_gradients_and_explanation(capsys):
 
 
 def test_packing_agrees_with_separate_calls(capsys):
-    assert run("packing.py", capsys).count("packed and alone differ") == 3
+    out = run("packing.py", capsys)
+    assert "packed and alone differ by at most " in out
+    assert re.search(r"packed is [\d.]+ times as fast as padded, [\d.]+ times as one by one", out)
 
 
 def test_dlpack_shares_torch_tensors_without_copies(capsys):

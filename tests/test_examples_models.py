@@ -10,6 +10,7 @@ from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
@@ -226,3 +227,15 @@ def test_a_tiny_model_trains_for_a_time_and_says_where_it_has_not_learnt():
         tiny.check(4.0, 2.1, 0.6)
     with pytest.raises(AssertionError, match="words of the documents, got 40%"):
         tiny.check(4.0, 1.9, 0.4)
+
+
+# ---- packing.py
+
+
+def test_packing_lays_documents_where_there_is_room():
+    packing = example("packing")
+    places = packing.first_fit([3, 9, 4, 7, 2, 3], 10)
+    assert [row for row, _ in places] == [1, 0, 2, 1, 2, 2]
+    numbers = [np.full(n, i) for i, n in enumerate([3, 9, 4, 7, 2, 3], 1)]
+    expected = [[2] * 9 + [0], [4] * 7 + [1] * 3, [3] * 4 + [6] * 3 + [5] * 2 + [0]]
+    np.testing.assert_array_equal(packing.lay_out(numbers, places, 10), expected)
