@@ -171,6 +171,24 @@ class QwenConfig:
         mtp = self.num_mtp_layers * (attention + mlp + 2 * D) + (2 * D * D + 3 * D if self.num_mtp_layers else 0)
         return layers + self.vocab_size * D * (1 if self.tie_word_embeddings else 2) + D + mtp
 
+    def num_flops(self, num_tokens: int, num_pairs: int) -> float:
+        """Counts the operations of a forward pass, a multiplication and an addition as two.
+
+        Products with weights, the recurrences of the Gated DeltaNet layers token by token, and the scores of attention;
+        a backward pass is twice as much.
+
+        Args:
+            num_tokens: Tokens, padding not counted.
+            num_pairs: Pairs of a token and one that attention lets it see, itself with them: `n (n + 1) / 2` for a
+                document of n tokens.
+        """
+        lookup = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        num_gdn = self.layer_types.count(GDN)
+        state = self.linear_num_value_heads * self.linear_key_head_dim * self.linear_value_head_dim
+        attention = 4 * self.num_attention_heads * self.head_dim * (self.num_hidden_layers - num_gdn)
+        per_token = 2 * (self.num_parameters(active=True) - lookup) + 6 * state * num_gdn
+        return float(per_token * num_tokens + attention * num_pairs)
+
     def to_hf(self) -> dict[str, Any]:
         """The configuration as Hugging Face's text models read it."""
         fields: dict[str, Any] = {
