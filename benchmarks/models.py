@@ -6,6 +6,7 @@ its peak of memory is its own.
 """
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -180,7 +181,6 @@ def run_torch(case: Case) -> dict[str, Any]:
     """The model of transformers; it takes FLA's kernels by itself where they are installed."""
     import torch
     from transformers import AutoModelForCausalLM
-    from transformers.models.qwen3_5 import modeling_qwen3_5
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
     from jaxqla.models import QwenConfig
@@ -195,7 +195,7 @@ def run_torch(case: Case) -> dict[str, Any]:
     tokens, ids = (torch.as_tensor(np.array(x), device="cuda").long() for x in tokens_and_ids(case, config.vocab_size))
     positions = torch.as_tensor(np.concatenate([np.arange(n) for n in documents(case.length)]), device="cuda")[None]
     start = time.perf_counter()
-    extra: dict[str, Any] = {"kernels": bool(modeling_qwen3_5.is_fast_path_available)}
+    extra: dict[str, Any] = {"fla": importlib.util.find_spec("fla") is not None}
 
     def wait(_: Any) -> None:
         torch.cuda.synchronize()

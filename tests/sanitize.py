@@ -17,6 +17,7 @@ import numpy as np
 
 from tests import cases
 from tests.test_cuda import segments, with_tile
+from tests.test_cuda_gradients import by_kernels, cotangents, gradients
 
 
 def main() -> None:
@@ -32,6 +33,10 @@ def main() -> None:
             o, state = jax.block_until_ready(with_tile(*inputs, v_tile=v_tile))
             assert np.isfinite(np.asarray(o, np.float32)).all()
             assert np.isfinite(np.asarray(state)).all()
+        for of_state in (True, False):
+            found = gradients(by_kernels, inputs, *cotangents(inputs, of_state))
+            for gradient in jax.block_until_ready(found).values():
+                assert np.isfinite(np.asarray(gradient, np.float32)).all()
     print("done")
 
 
