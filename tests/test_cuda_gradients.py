@@ -158,6 +158,17 @@ def test_no_plain_jax_in_a_gradient():
     assert "while" not in text
 
 
+def test_memory_is_what_the_design_says():
+    B, T, H, HV = 2, 4096, 2, 8
+    inputs = cases.make(B=B, T=T, H=H, HV=HV)
+    do, _ = cotangents(inputs, False)
+    names = tuple(inputs.floats)
+    lowered = _gradients.lower(by_kernels, names, tuple(inputs.floats.values()), {}, do, None)
+    chunks = B * T // 64 + B
+    formula = 2 * chunks * HV * (64**2 + 2 * 128**2 + 2 * 64 * 128) + 4 * 64 * chunks * HV
+    assert lowered.compile().memory_analysis().temp_size_in_bytes <= 1.02 * formula
+
+
 def test_in_checkpoint_scan_and_vmap():
     inputs = cases.make(B=2, T=200, H=2, HV=4)
     q, k, v, g, beta = inputs[:5]
