@@ -90,6 +90,9 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
         return body(*arrays)
     mesh = jax.typeof(v).sharding.mesh
     types = [] if mesh.empty else list(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if mesh.empty and AxisType.Explicit in context.axis_types:
+        # Arrays of one device where a mesh is set: the call is not split, and runs on each device of the mesh.
+        mesh, types = context, [(axis, AxisType.Explicit) for axis in context.axis_names]
     explicit = tuple(axis for axis, kind in types if kind == AxisType.Explicit)
     if not explicit:
         partitioned = _partitioned(body, kinds, results, H, HV)

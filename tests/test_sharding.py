@@ -1,5 +1,11 @@
 """The op on eight devices: split by rows and heads with no collective, equal to one device."""
 
+import contextlib
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +16,9 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
-from tests.compiled import collectives
+from tests.compiled import collectives, collectives_of
 from tests.tolerance import assert_trees_close
 
-NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 CONTEXTS = {
     "auto": (AUTO, AUTO),
@@ -21,7 +26,9 @@ CONTEXTS = {
     "mixed": (AUTO, EXPLICIT),
     "shard_map": (AUTO, AUTO),
 }
-SEGMENTS = np.repeat([[1, 2], [3, 0], [4, 4], [0, 5]], 35, axis=1)
+# Rows of one, two and no sequences, with padding before, between and after them; and boundaries of several.
+SEGMENTS = np.array([[1, 1, 2, 2, 2], [3, 3, 3, 0, 0], [0, 4, 0, 4, 5], [0, 0, 0, 0, 0]], np.int32)
+BOUNDARIES = np.array([0, 2, 2, 6], np.int32)
 
 
 def op(q, k, v, g, beta, initial_state, segment_ids=None, cu_seqlens=None):
@@ -36,10 +43,6 @@ def op(q, k, v, g, beta, initial_state, segment_ids=None, cu_seqlens=None):
         cu_seqlens=cu_seqlens,
         return_final_state=True,
     )
-
-
-def loss(*arrays):
-    return sum(jnp.sum(jnp.sin(x)) for x in op(*arrays))
 
 
 def specs(rows, heads):
@@ -57,56 +60,107 @@ def placed(mesh, arrays, partitions):
     ]
 
 
+# -- the matrix: context, heads, packing, forward and gradient, with a mesh set and without ----------------------------
+
+
+class Case(NamedTuple):
+    """A call and its gradients: arrays (cotangents of both results last), how they are split, and the function."""
+
+    arrays: list
+    partitions: tuple
+    mesh_shape: tuple
+    call: Callable
+
+    def with_gradients(self, *arrays):
+        """Results, and the gradients of the six floating arguments."""
+        results, vjp = jax.vjp(lambda *floats: self.call(*floats, *arrays[6:-2]), *arrays[:6])
+        return (*results, *vjp(arrays[-2:]))
+
+
+@functools.cache
+def case(H, HV, packing):
+    rows, heads = "data", "tensor" if H > 1 else None
+    mesh_shape = (2, 4) if H > 1 else (4, 1)
+    kwargs, ids, id_specs, call = {}, [], [], op
+    if packing == "segment_ids":
+        ids, id_specs = [SEGMENTS], [P("data", None)]
+    elif packing == "cu_seqlens":
+        # One row: heads alone are split.
+        rows, kwargs, ids, id_specs = None, {"cu_seqlens": BOUNDARIES}, [BOUNDARIES], [P(None)]
+
+        def call(*arrays):
+            return op(*arrays[:6], cu_seqlens=arrays[6])
+
+    B, T = (1, 7) if packing == "cu_seqlens" else SEGMENTS.shape
+    inputs = cases.make(B=B, T=T, H=H, HV=HV, K=4, V=3, dtype="float32", initial_state=True, **kwargs)
+    others = cases.make(B=B, T=T, H=H, HV=HV, K=4, V=3, dtype="float32", initial_state=True, seed=1, **kwargs)
+    partitions = specs(rows, heads)
+    return Case(
+        [*inputs[:6], *ids, others.v, others.initial_state],
+        (*partitions, *id_specs, partitions[2], partitions[5]),
+        mesh_shape,
+        call,
+    )
+
+
+@functools.cache
+def on_one_device(*names):
+    return compiled(jax.jit(case(*names).with_gradients).lower(*case(*names).arrays))(*case(*names).arrays)
+
+
+def compiled(lowered):
+    # Quickly: the programs are many, and what follows the partitioner decides nothing about devices.
+    options = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):
+        options["xla_cpu_use_fusion_emitters"] = False
+    return lowered.compile(options)
+
+
+CASES = [(4, 4), (4, 8), (8, 24), (1, 8)]
+CASES = [(*heads, packing) for heads in CASES for packing in (None, "segment_ids", "cu_seqlens")]
+CASES.remove((1, 8, "cu_seqlens"))  # neither rows nor heads could be split
+
+
 @pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize(("H", "HV", "packed"), [(4, 8, True), (8, 8, False)])
-def test_rows_and_heads(context, H, HV, packed):
-    inputs = cases.make(B=4, T=70, H=H, HV=HV, K=8, V=8, dtype="float32", initial_state=True)
-    arrays, partitions = list(inputs[:6]), specs("data", "tensor")
-    if packed:
-        arrays.append(jnp.asarray(SEGMENTS, jnp.int32))
-        partitions = (*partitions, P("data", None))
-    mesh = mesh_of(context)
-    shards = placed(mesh, arrays, partitions)
-    forward, total = op, loss
-    if context == "shard_map":
-        forward = jax.shard_map(op, mesh=mesh, in_specs=partitions, out_specs=(partitions[2], partitions[5]))
-
-        def total(*arrays):
-            return sum(jnp.sum(jnp.sin(x)) for x in forward(*arrays))
-
-    gradients = jax.jit(jax.grad(total, argnums=range(6)))
-    assert collectives(jax.jit(forward), *shards) == {}
-    assert collectives(gradients, *shards) == {}
-    o, state = jax.jit(forward)(*shards)
-    assert o.sharding.is_equivalent_to(NamedSharding(mesh, partitions[2]), 4)
-    assert_trees_close((o, state), op(*arrays))
-    assert_trees_close(gradients(*shards), jax.grad(loss, argnums=range(6))(*arrays))
-
-
-def test_one_key_head_on_rows():
-    inputs = cases.make(B=8, T=70, H=1, HV=4, K=8, V=8, dtype="float32", initial_state=True)
-    mesh = mesh_of("auto", (8, 1))
-    shards = placed(mesh, inputs[:6], specs("data", None))
-    assert collectives(jax.jit(op), *shards) == {}
-    assert_trees_close(jax.jit(op)(*shards), op(*inputs[:6]))
+@pytest.mark.parametrize(("H", "HV", "packing"), CASES)
+def test_split_with_no_collective_and_equal_to_one_device(context, H, HV, packing):
+    this = case(H, HV, packing)
+    mesh = mesh_of(context, this.mesh_shape)
+    shards = placed(mesh, this.arrays, this.partitions)
+    results = (*this.partitions[-2:], *this.partitions[:6])
+    programs = {}
+    for is_set in (False, True):
+        both, forward = this.with_gradients, this.call
+        if context == "shard_map" and is_set:
+            # Gradients inside of it; without a mesh set outside.
+            both = jax.shard_map(both, mesh=mesh, in_specs=this.partitions, out_specs=results)
+        elif context == "shard_map":
+            split = jax.shard_map(forward, mesh=mesh, in_specs=this.partitions[:-2], out_specs=results[:2])
+            both = this._replace(call=split).with_gradients
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            lowered = jax.jit(both).lower(*shards)
+        # Compiled once where the program is the same but for the address of our rule.
+        programs.setdefault(re.sub(r"\d{9,}", "", lowered.as_text()), lowered)
+    if context == "auto":
+        # The compiler may split the results of the forward alone otherwise.
+        programs["forward"] = jax.jit(this.call).lower(*shards[:-2])
+    for lowered in programs.values():
+        program = compiled(lowered)
+        assert collectives_of(program) == {}
+        actual = program(*shards[: len(program.in_avals[0])])
+        for x, truth, spec in zip(actual, on_one_device(H, HV, packing), results, strict=False):
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+            assert np.abs(np.asarray(x) - truth).max() <= 1e-6 * np.abs(truth).max()
 
 
-@pytest.mark.parametrize("context", ["auto", "explicit"])
-def test_packed_sequences_are_split_by_heads(context):
-    inputs = cases.make(B=1, T=90, H=4, HV=8, K=8, V=8, dtype="float32", initial_state=True, cu_seqlens=[0, 20, 20, 85])
-    mesh = mesh_of(context)
-    partitions = specs(None, "tensor")
-    shards = placed(mesh, [*inputs[:6], inputs.cu_seqlens], [*partitions, P(None)])
-    shards.insert(6, None)
-    assert collectives(jax.jit(op), *shards) == {}
-    assert_trees_close(jax.jit(op)(*shards), op(*inputs))
-
-
-def test_arrays_of_one_device_where_a_mesh_is_set():
-    inputs = cases.make(B=2, T=70, H=2, HV=4, K=8, V=6, dtype="float32", initial_state=True)
-    expected = op(*inputs[:6])
-    with jax.set_mesh(mesh_of("auto")):
-        assert_trees_close(op(*inputs[:6]), expected)
+@pytest.mark.parametrize("context", ["auto", "explicit", "mixed"])
+def test_arrays_of_one_device_where_a_mesh_is_set(context):
+    this = case(4, 8, None)
+    expected = on_one_device(4, 8, None)
+    with jax.set_mesh(mesh_of(context)):
+        for arrays in (this.arrays, [np.asarray(x) for x in this.arrays]):
+            actual = compiled(jax.jit(this.with_gradients).lower(*arrays))(*arrays)
+            assert_trees_close(actual, expected)
 
 
 def test_a_mapped_axis_may_be_split():
