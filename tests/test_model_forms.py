@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -36,26 +35,14 @@ def assert_same(results, others, tmp_path):
     assert {name: e for name in got if not (e := relative(got[name], want[name])) < 1e-5} == {}
 
 
-@pytest.fixture(scope="module")
-def plain(checkpoint):
-    return loss_and_gradients(load(checkpoint("dense"))[0], TOKENS, IDS)
-
-
-def test_scanned_and_computed_again(checkpoint, plain, tmp_path):
-    options = {"scan_layers": True, "remat": True, "remat_policy": jaxqla.save_residuals}
-    model, _ = load(checkpoint("dense"), **options)
-    assert_same(loss_and_gradients(model, TOKENS, IDS), plain, tmp_path)
-
-
-def test_on_eight_devices(checkpoint, plain, tmp_path, capfd):
+def test_scanned_and_computed_again_on_eight_devices(checkpoint, tmp_path, capfd):
+    plain = loss_and_gradients(load(checkpoint("dense"))[0], TOKENS, IDS)
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    model, _ = load(checkpoint("dense"), mesh=mesh, scan_layers=True, remat=True)
-    kernel = model.blocks.layers[0].linear_attn.in_proj_qkvz.kernel[...]
-    assert kernel.addressable_shards[0].data.shape == (
-        kernel.shape[0],
-        *(n // 2 for n in kernel.shape[1:3]),
-        kernel.shape[3],
-    )
+    options = {"scan_layers": True, "remat": True, "remat_policy": jaxqla.save_residuals}
+    model, _ = load(checkpoint("dense"), mesh=mesh, **options)
+    blocks, D, heads, width = model.blocks.layers[0].linear_attn.in_proj_qkvz.kernel.shape
+    part = model.blocks.layers[0].linear_attn.in_proj_qkvz.kernel[...].addressable_shards[0].data
+    assert part.shape == (blocks, D // 2, heads // 2, width)
     with use_mesh(mesh, sizes=model.config.axis_sizes()):
         batch = jax.device_put((TOKENS, IDS), NamedSharding(mesh, P(("data", "fsdp"))))
         found = collectives(loss_and_gradients, model, *batch)
@@ -71,11 +58,12 @@ def small(tmp_path, *layer_types, **options):
     return load(checkpoints.write(tmp_path / "small", config, checkpoints.tensors(config)), **options)[0]
 
 
-def test_layers_computed_again(tmp_path):
-    results = [
-        loss_and_gradients(small(tmp_path, "full_attention", remat=remat), TOKENS, IDS) for remat in (True, False)
-    ]
-    assert_same(*results, tmp_path)
+def test_scanned_or_computed_again(tmp_path):
+    layers = ["full_attention"] * 2
+    forms = ({}, {"remat": True}, {"scan_layers": True})
+    plain, *others = (loss_and_gradients(small(tmp_path, *layers, **form), TOKENS, IDS) for form in forms)
+    for results in others:
+        assert_same(results, plain, tmp_path)
 
 
 def test_logits_of_the_last_places(tmp_path):
