@@ -147,6 +147,8 @@ def fused_forward(dtype: str, v_tile: int, K: int = 128, V: int = 128, num_stage
         T.set_max_nreg(HOPPER.helper_registers[num_halves], 0)
         for st, r, c in T.Parallel(num_stages, C, C):
             tiles.p[st, r, c] = 0.0
+        # Another warp may write the scores of these places.
+        T.sync_threads(1, 128)
         for i in T.serial(item.num_chunks):
             st = i % num_stages
             phase = (i // num_stages) % 2
