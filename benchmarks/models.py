@@ -6,10 +6,12 @@ its peak of memory is its own.
 """
 
 import argparse
+import gzip
 import importlib.util
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -87,6 +89,45 @@ def seconds_of(
     return quantile(times, 0.5), quantile(times, 0.2), quantile(times, 0.8)
 
 
+# Kinds of device work by what their kernels' names contain; the rest is fusions of elementwise work and copies.
+KINDS = {
+    "gated delta": ("gdn_",),
+    "attention": ("cudnn", "flash", "sdpa", "fmha"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "cublas", "xmma"),
+}
+
+
+def kind_of(kernel: str) -> str:
+    """The kind of work of a kernel of this name."""
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+
+
+def device_seconds(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Sums the kernels of a trace's streams by kind; a trace without a GPU gives nothing."""
+    names = {(e["pid"], e.get("tid")): e["args"]["name"] for e in events if e.get("ph") == "M" and "name" in e["args"]}
+    seconds: dict[str, float] = {}
+    for event in events:
+        if event.get("ph") != "X":
+            continue
+        process, thread = names.get((event["pid"], None), ""), names.get((event["pid"], event["tid"]), "")
+        if "GPU" in process and thread.startswith("Stream"):
+            kind = kind_of(event["name"])
+            seconds[kind] = seconds.get(kind, 0.0) + event["dur"] / 1e6
+    return seconds
+
+
+def profile(step: Callable[[], Any]) -> dict[str, float]:
+    """Seconds of each kind of device work in one call."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(step())
+        traces = list(Path(folder).rglob("*.trace.json.gz"))
+        return device_seconds(json.loads(gzip.decompress(traces[0].read_bytes()))["traceEvents"]) if traces else {}
+
+
 def run_jax(case: Case) -> dict[str, Any]:
     """Our models, on our kernels or on plain JAX."""
     import jax
@@ -141,13 +182,13 @@ def run_jax(case: Case) -> dict[str, Any]:
         compile_s = time.perf_counter() - start
         timing = seconds_of(call, jax.block_until_ready)
         losses.append(float(held[2]))
-        extra: dict[str, Any] = {"losses": losses}
+        extra: dict[str, Any] = {"losses": losses, "profile": profile(call)}
     elif case.task == "prefill":
         prefill = jax.jit(lambda params: nnx.merge(graph, params)(tokens, logits_to_keep=1))
         jax.block_until_ready(prefill(params))
         compile_s = time.perf_counter() - start
         timing = seconds_of(lambda: prefill(params), jax.block_until_ready)
-        extra = {}
+        extra = {"profile": profile(lambda: prefill(params))}
     else:
 
         @jax.jit
@@ -172,7 +213,7 @@ def run_jax(case: Case) -> dict[str, Any]:
         jax.block_until_ready(decode(params, token, cache))
         compile_s = time.perf_counter() - start
         timing = seconds_of(lambda: decode(params, token, cache), jax.block_until_ready)
-        extra = {}
+        extra = {"profile": profile(lambda: decode(params, token, cache))}
     memory = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
     return result(case, config, timing, memory, compile_s) | extra
 

@@ -46,3 +46,27 @@ def test_operations_are_those_of_the_products():
     state = 6 * 2 * 16 * 16
     assert TINY.num_flops(1, 1) == 2 * weights + state + 4 * 2 * 16
     assert TINY.num_flops(10, 55) == 10 * (2 * weights + state) + 4 * 2 * 16 * 55
+
+
+def test_device_work_is_summed_by_kind():
+    def meta(pid, tid, name):
+        return {"ph": "M", "pid": pid, "args": {"name": name}} | ({} if tid is None else {"tid": tid})
+
+    def work(pid, tid, name, us):
+        return {"ph": "X", "pid": pid, "tid": tid, "name": name, "dur": us}
+
+    events = [
+        meta(1, None, "/device:GPU:0"),
+        meta(1, 5, "Stream #5(compute)"),
+        meta(1, 6, "XLA Modules"),
+        meta(2, None, "/host:CPU"),
+        meta(2, 5, "Stream of nothing"),
+        work(1, 5, "gdn_fused_forward_bf16_v64", 3),
+        work(1, 5, "nvjet_tst_128", 20),
+        work(1, 5, "loop_multiply_fusion", 100),
+        work(1, 5, "gdn_chunk_inverse_bf16", 4),
+        work(1, 6, "jit_step", 1000),
+        work(2, 5, "gdn_on_the_host", 1000),
+    ]
+    expected = {"gated delta": 7e-6, "matrix products": 20e-6, "other": 100e-6}
+    assert models.device_seconds(events) == pytest.approx(expected)
