@@ -151,7 +151,16 @@ def test_heads_over_devices_cost_one_sum():
     mesh = make_mesh(data=2, tensor=4)
     with use_mesh(mesh, sizes={"gdn_heads": 4}):
         layer = filled(lambda: gated_delta_net(**sizes), mesh)
-        assert layer.conv1d[...].addressable_shards[0].data.shape == (4, 1, 2 * K + 2 * V)
+        parts = {name: x[...].addressable_shards[0].data.shape for name, x in names(nnx.state(layer)).items()}
+        assert parts == {
+            "A_log": (2,),
+            "conv1d": (4, 1, 2 * K + 2 * V),
+            "dt_bias": (2,),
+            "in_proj_ba.kernel": (D, 1, 4),
+            "in_proj_qkvz.kernel": (D, 1, 2 * K + 4 * V),
+            "norm.scale": (V,),
+            "out_proj.kernel": (2, V, D),
+        }
         split = [jax.device_put(y, NamedSharding(mesh, P("data"))) for y in (x, ids)]
         assert collectives(fast(run), layer, *split) == {"all-reduce": 1}
         assert relative(fast(run)(layer, *split), want) < 1e-6
