@@ -6,6 +6,7 @@ and the one that gives it makes that stream wait for the work that is still fill
 
 import importlib.util
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +85,9 @@ def main() -> None:
     if not (torch.equal(o, again) and torch.equal(state, state_again) and norm == again.float().norm()):
         raise AssertionError("the result must not depend on when it was asked for: a stream did not wait")
 
-    arrays = {name: jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(str(x.dtype)[6:])) for name, x in tensors.items()}
+    arrays: dict[str, Any] = {
+        name: jax.ShapeDtypeStruct(tuple(x.shape), jnp.dtype(str(x.dtype)[6:])) for name, x in tensors.items()
+    }
     print(f"torch {device} tensors in and out of jaxqla.gated_delta: pointers equal, streams in order")
     print(f"o {tuple(o.shape)} {o.dtype}, norm {norm:.4f}; final_state {tuple(state.shape)} {state.dtype}")
     print(jaxqla.explain(**arrays, qk_l2norm=True, return_final_state=True))

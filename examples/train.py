@@ -10,6 +10,7 @@ The same command again goes on from the newest whole checkpoint in `--out`. Need
 import argparse
 import json
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -73,20 +74,28 @@ class Patterns:
 class Paragraphs:
     """Documents of text files: their paragraphs, as UTF-8 bytes or through a tokenizer, cut at the row's length."""
 
-    def __init__(self, files: list[Path], length: int, tokenizer: Path | None):
+    def __init__(self, files: list[Path], length: int, tokenizer: Path | None, vocab_size: int):
         text = "\n\n".join(file.read_text() for file in files)
         if tokenizer is None:
             tokens = [list((part + "\n").encode()) for part in text.split("\n\n") if part.strip()]
         else:
             from tokenizers import Tokenizer
 
-            encode = Tokenizer.from_file(str(tokenizer)).encode
+            try:
+                encode = Tokenizer.from_file(str(tokenizer)).encode
+            except Exception as error:  # the library has no other kind
+                raise ValueError(f"train: --tokenizer must be a tokenizer.json, got {tokenizer}: {error}") from error
             tokens = [encode(part + "\n").ids for part in text.split("\n\n") if part.strip()]
         self.documents = [
             np.asarray(part[i : i + length], np.int32) for part in tokens for i in range(0, len(part), length)
         ]
         if not self.documents:
-            raise ValueError(f"train: --text must have at least one paragraph, got none in {files}")
+            raise ValueError(
+                f"train: --text must have at least one paragraph, got none in {', '.join(map(str, files))}"
+            )
+        if (most := max(int(part.max()) for part in self.documents)) >= vocab_size:
+            of = f"of {tokenizer}" if tokenizer else "that are bytes"
+            raise ValueError(f"train: tokens {of} must be below the model's vocabulary of {vocab_size}, got {most}")
 
     def __len__(self) -> int:
         return len(self.documents)
@@ -105,17 +114,20 @@ def batches(source: Any, batch: int, length: int, seed: int) -> grain.IterDatase
 
 
 def is_decayed(name: str) -> bool:
-    """Whether weight decay is for this parameter: for all but gates' biases, decay rates and norms."""
-    return name.rsplit(".", 1)[-1] not in NO_DECAY
+    """Whether weight decay is for this parameter: for all but gates' biases, decay rates, norms, and an unused head."""
+    # Nothing of this loss goes through the head of multi-token prediction, which is to stay as it was loaded.
+    return name.rsplit(".", 1)[-1] not in NO_DECAY and not name.startswith("mtp.")
 
 
 def make_optimizer(rate: optax.Schedule, weight_decay: float) -> optax.GradientTransformation:
     """AdamW behind a clipped global norm, over parameters by name."""
+
+    def decayed(params: Any) -> dict[str, bool]:
+        return {name: is_decayed(name) for name in params}
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=lambda params: {k: is_decayed(k) for k in params}
-        ),
+        optax.adamw(rate, b1=0.9, b2=0.95, weight_decay=weight_decay, mask=decayed),
     )
 
 
@@ -139,7 +151,7 @@ class Parameters:
 def flops(config: QwenConfig, positions: np.ndarray, segment_ids: np.ndarray) -> float:
     """Operations of a training step on these tokens, backward twice the forward; padding and recomputation count 0."""
     tokens = int(np.count_nonzero(segment_ids))
-    seen = int(np.sum((positions + 1) * (segment_ids != 0)))
+    seen = int(np.sum(np.where(segment_ids, positions + 1, 0)))
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
     forward = 2.0 * (config.num_parameters(active=True) - embedding) * tokens
     for kind in config.layer_types:
@@ -187,10 +199,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints, metrics.jsonl and loss.png")
-    parser.add_argument("--preset", help="a published size; default: a tiny model")
-    parser.add_argument("--load", type=Path, help="start from the weights of a Hugging Face folder")
+    model = parser.add_mutually_exclusive_group()
+    model.add_argument("--preset", help="a published size; default: a tiny model")
+    model.add_argument("--load", type=Path, help="start from the weights of a Hugging Face folder")
     parser.add_argument("--text", type=Path, nargs="+", help="text files; default: synthetic documents")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --text; default: bytes")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for --text; default: that of --load, or bytes")
     for name, default in {"steps": 200, "batch": 8, "length": 256, "warmup": 20, "save-every": 50, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("data", "fsdp", "tensor"):
@@ -201,7 +214,40 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--remat", action="store_true", help="compute layers again in the backward")
     parser.add_argument("--peak-tflops", type=float, help="of a device, for MFU; known for A100, H100, H200")
     parser.add_argument("--tensorboard", action="store_true", help="write event files into --out as well")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    for name in ("steps", "batch", "length", "save_every", "data", "fsdp", "tensor"):
+        least = 2 if name == "length" else 1
+        if getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.warmup < 0:
+        parser.error(f"--warmup must be at least 0, got {args.warmup}")
+    if args.batch % (args.data * args.fsdp):
+        parser.error(f"--batch must be a multiple of --data x --fsdp = {args.data * args.fsdp}, got {args.batch}")
+    if args.tokenizer and not args.text:
+        parser.error("--tokenizer must come with --text, got it alone")
+    if args.text and args.load and not args.tokenizer and (args.load / "tokenizer.json").is_file():
+        args.tokenizer = args.load / "tokenizer.json"
+    for file in (*(args.text or ()), *filter(None, [args.tokenizer])):
+        if not file.is_file():
+            parser.error(f"--text and --tokenizer must be files, got {file}")
+    return args
+
+
+def check_is_same_run(args: argparse.Namespace, saved: bool) -> None:
+    """Keeps the arguments that a run cannot go on without in `--out`, and compares them where something is saved.
+
+    Raises:
+        ValueError: They are others than those of what is saved.
+    """
+    file = args.out / "arguments.json"
+    names = ("preset", "load", "text", "tokenizer", "batch", "length", "seed")
+    now = {name: json.loads(json.dumps(getattr(args, name), default=str)) for name in names}
+    then = json.loads(file.read_text()) if saved and file.is_file() else now
+    different = [f"--{name} {now[name]} instead of {then[name]}" for name in names if now[name] != then[name]]
+    if different:
+        rule = "be those of the run that is saved there, or --out another folder"
+        raise ValueError(f"train: arguments must {rule}, got {', '.join(different)}")
+    file.write_text(json.dumps(now, indent=2) + "\n")
 
 
 def new_model(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> QwenForCausalLM:
@@ -216,12 +262,30 @@ def new_model(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> QwenForCausa
         )
 
 
+def prepare(args: argparse.Namespace) -> tuple[jax.sharding.Mesh, QwenForCausalLM, Any]:
+    """The mesh, the model and the documents.
+
+    Raises:
+        ValueError: The command line asks for what cannot be.
+        FileNotFoundError: The folder to load is none.
+    """
+    args.out.mkdir(parents=True, exist_ok=True)
+    checkpoints = args.out / "checkpoints"
+    check_is_same_run(args, checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir()))
+    mesh = make_mesh(data=args.data, fsdp=args.fsdp, tensor=args.tensor)
+    model = new_model(args, mesh)
+    if args.text:
+        return mesh, model, Paragraphs(args.text, args.length, args.tokenizer, model.config.vocab_size)
+    return mesh, model, Patterns(model.config.vocab_size, args.length, args.seed)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Trains, saves, plots."""
     args = parse(arguments)
-    args.out.mkdir(parents=True, exist_ok=True)
-    mesh = make_mesh(data=args.data, fsdp=args.fsdp, tensor=args.tensor)
-    model = new_model(args, mesh)
+    try:
+        mesh, model, source = prepare(args)
+    except (FileNotFoundError, ValueError) as error:
+        raise SystemExit(str(error)) from error
     config, parameters = model.config, Parameters(model)
     params = parameters.arrays()
     del model
@@ -229,10 +293,6 @@ def main(arguments: list[str] | None = None) -> None:
         0.0, args.rate, args.warmup, max(args.steps, args.warmup + 1), args.rate / 10
     )
     optimizer = make_optimizer(rate, args.weight_decay)
-    if args.text:
-        source: Any = Paragraphs(args.text, args.length, args.tokenizer)
-    else:
-        source = Patterns(config.vocab_size, args.length, args.seed)
     iterator = iter(batches(source, args.batch, args.length, args.seed))
 
     def step(params: dict[str, jax.Array], moments: Any, batch: dict[str, jax.Array]) -> Any:
@@ -284,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
                     line = {
                         "step": i,
                         "loss": loss,
-                        "rate": float(rate(i - 1)),
+                        "rate": float(jnp.asarray(rate(i - 1))),
                         "tokens_per_second": float(np.count_nonzero(ids) / seconds),
                         "memory_gb": memory_gb(),
                     }
@@ -310,6 +370,8 @@ def main(arguments: list[str] | None = None) -> None:
             if writer:
                 writer.close()
         save(parameters.model(params), args.out / "model")
+    if args.tokenizer:
+        shutil.copy2(args.tokenizer, args.out / "model" / "tokenizer.json")
     if lines:
         plot(lines, args.out / "loss.png")
     print(f"{args.out}: checkpoints, model (Hugging Face layout), metrics.jsonl, loss.png")

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -239,3 +240,85 @@ def test_packing_lays_documents_where_there_is_room():
     numbers = [np.full(n, i) for i, n in enumerate([3, 9, 4, 7, 2, 3], 1)]
     expected = [[2] * 9 + [0], [4] * 7 + [1] * 3, [3] * 4 + [6] * 3 + [5] * 2 + [0]]
     np.testing.assert_array_equal(packing.lay_out(numbers, places, 10), expected)
+
+
+# ---- train.py
+
+
+def test_train_goes_on_from_a_folder(tmp_path, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    pytest.importorskip("grain")
+    pytest.importorskip("orbax.checkpoint")
+    layers = ["linear_attention", "full_attention"]
+    config = checkpoints.config("dense", num_hidden_layers=2, layer_types=layers, mtp_num_hidden_layers=1)
+    tensors = checkpoints.tensors(config) | checkpoints.predictor(config)
+    folder, out = checkpoints.write(tmp_path / "source", config, tensors), tmp_path / "out"
+    words = {word: i for i, word in enumerate(["?", "the", "state", "decays", "first", "."], 7)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (tmp_path / "text").write_text("the state decays first .\n\nfirst the state .\n\n" * 4)
+
+    options = [
+        "--dtype",
+        "bfloat16",
+        "--rate",
+        "1e-2",
+        "--warmup",
+        "1",
+        "--steps",
+        "6",
+        "--batch",
+        "2",
+        "--length",
+        "16",
+    ]
+    arguments = ["--out", str(out), "--load", str(folder), "--text", str(tmp_path / "text"), *options]
+    example("train").main(arguments)
+    losses = [json.loads(line)["loss"] for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 6
+    assert losses[-1] < 0.8 * losses[0]
+    assert (out / "model" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    got = load_file(out / "model" / "model.safetensors")
+    assert got.keys() == tensors.keys()
+    # Every weight has moved, except for the head that the loss does not see.
+    assert {name for name, x in tensors.items() if np.array_equal(x, got[name])} == {
+        n for n in tensors if n[:4] == "mtp."
+    }
+
+    with pytest.raises(SystemExit, match=r"must be those of the run that is saved there.*--batch 4 instead of 2"):
+        example("train").main([*arguments, "--batch", "4"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "qwen0"], "name must be one of qwen3.5-0.8b, .*got 'qwen0'"),
+        (["--load", "absent"], "config.json"),
+        (["--load", "a", "--preset", "b"], "not allowed with"),
+        (["--text", "absent"], "must be files, got absent"),
+        (["--text", __file__, "--tokenizer", __file__], "must be a tokenizer.json, got .*test_examples_models.py"),
+        (["--tokenizer", __file__], "must come with --text"),
+        (["--batch", "6", "--data", "2", "--fsdp", "2"], r"multiple of --data x --fsdp = 4, got 6"),
+        (["--tensor", "64"], "tensor = 64"),
+        (["--save-every", "0"], "--save-every must be at least 1, got 0"),
+        (["--length", "1"], "--length must be at least 2, got 1"),
+    ],
+)
+def test_train_says_what_is_wrong(arguments, words, tmp_path, capsys):
+    pytest.importorskip("grain")
+    pytest.importorskip("orbax.checkpoint")
+    with pytest.raises(SystemExit) as error:
+        example("train").main(["--out", str(tmp_path), *arguments])
+    assert re.search(words, f"{error.value.code} {capsys.readouterr().err}")
+
+
+def test_train_refuses_tokens_that_the_model_has_not(tmp_path):
+    pytest.importorskip("grain")
+    pytest.importorskip("orbax.checkpoint")
+    (tmp_path / "text").write_text("zebra")
+    with pytest.raises(ValueError, match="below the model's vocabulary of 96, got 122"):
+        example("train").Paragraphs([tmp_path / "text"], 16, None, 96)
+    (tmp_path / "text").write_text("\n\n")
+    with pytest.raises(ValueError, match="at least one paragraph"):
+        example("train").Paragraphs([tmp_path / "text"], 16, None, 96)
