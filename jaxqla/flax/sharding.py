@@ -54,7 +54,8 @@ def use_mesh(
     """A context in which modules are created on the mesh, and run on it.
 
     Args:
-        mesh: Of any axes; rules for axes that it does not have mean replication.
+        mesh: Of axes of any names; rules for axes that it does not have mean replication. The axes are Auto: the
+            layers leave to the compiler where results of products go, which Explicit axes would want to be told.
         sizes: Sizes of logical axes, as `QwenConfig.axis_sizes()` gives them: an axis that the mesh does not divide,
             such as two key-value heads over four devices, is replicated. `gdn_heads` is not forgiven: it raises.
         rules: From logical axis to mesh axes.
