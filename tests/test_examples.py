@@ -1,5 +1,6 @@
 """The examples run as they stand, and the README shows what they say."""
 
+import ast
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,37 @@ def test_training_killed_in_a_save_goes_on_to_the_same_bits(tmp_path):
     for file in (whole / "model").glob("*.safetensors"):
         assert file.read_bytes() == (killed / "model" / file.name).read_bytes()
     assert (killed / "loss.png").stat().st_size > 0
+
+
+def imports(path: Path) -> set[str]:
+    """The top-level packages that a file imports outside functions."""
+    names: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    return names - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize(
+    ("names", "extras"),
+    [
+        (["demo", "tiny_model"], ["demo"]),
+        (["generate"], ["models"]),
+        (["convert"], ["models", "examples"]),
+        (["train"], ["examples"]),
+        (["quickstart", "packing"], []),
+    ],
+)
+def test_the_extras_bring_what_the_examples_import(names, extras):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *(project["optional-dependencies"][extra] for extra in extras)]
+    # numpy comes with jax.
+    brought = {re.split(r"[^\w-]", item)[0] for group in groups for item in group} | {"numpy", "jaxqla"}
+    files = [EXAMPLES / f"{name}.py" for name in names]
+    needed = set().union(*map(imports, files))
+    for package in ("flax", "models"):
+        if any(f"jaxqla.{package}" in file.read_text() for file in files):
+            needed |= set().union(*map(imports, (ROOT / "jaxqla" / package).glob("*.py")))
+    assert {{"orbax": "orbax-checkpoint"}.get(name, name) for name in needed} <= brought
