@@ -193,6 +193,13 @@ def test_places_count_tokens_and_documents():
     np.testing.assert_array_equal(np.asarray(places.positions)[IDS != 0], [0, 1, 2, 0, 1, 0, 1, 2, 0, 1])
 
 
+def test_places_of_other_shapes_are_told():
+    with pytest.raises(ValueError, match=r"segment_ids must have shape \(B, T\) = \(2, 6\), got \(2, 7\)"):
+        Places.of((2, 6), jnp.asarray(IDS))
+    with pytest.raises(ValueError, match=r"positions must have shape \(B, T\) = \(2, 7\), got \(7,\)"):
+        Places.of((2, 7), jnp.asarray(IDS), jnp.arange(7))
+
+
 # -- experts -----------------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from safetensors.numpy import load_file
@@ -79,6 +80,8 @@ def test_logits_of_the_last_places(tmp_path):
     np.testing.assert_allclose(one, every[:, -1:], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(three, every[:, -3:], rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(more, every, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="logits_to_keep must be at least 0, got -1"):
+        model(TOKENS, logits_to_keep=-1)
 
 
 def test_pieces_and_then_tokens_are_one_call(tmp_path):

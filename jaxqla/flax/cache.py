@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxqla._checks import message
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -80,8 +82,21 @@ class Places(NamedTuple):
         positions: Int[Array, "B T"] | None = None,
         cache: HybridCache | None = None,
     ) -> "Places":
-        """Counts tokens from those of the cache on, and documents by the changes of `segment_ids`."""
+        """Counts tokens from those of the cache on, and documents by the changes of `segment_ids`.
+
+        Args:
+            shape: Rows and tokens, `(B, T)`.
+            segment_ids: Int32; 0 is padding, a change of id starts another document. None where all are tokens of one.
+            positions: For the rotary embeddings, in the place of those counted.
+            cache: What earlier calls left.
+
+        Raises:
+            ValueError: `segment_ids` or `positions` have another shape.
+        """
         B, T = shape
+        for name, x in (("segment_ids", segment_ids), ("positions", positions)):
+            if x is not None and x.shape != (B, T):
+                raise ValueError(message("Places.of", name, f"have shape (B, T) = {(B, T)}", x.shape))
         lengths = jnp.zeros(B, jnp.int32) if cache is None else cache.lengths
         first = jnp.zeros(B, jnp.int32) if cache is None else cache.starts
         if segment_ids is None:

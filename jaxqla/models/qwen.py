@@ -297,11 +297,17 @@ class QwenForCausalLM(nnx.Module):
             positions: For the rotary embeddings; the default counts the tokens of each document from 0, or on from the
                 cache.
             cache: What earlier calls left. Rows must not grow beyond the length it was made for: keys past it are lost.
-            logits_to_keep: Only for so many of the last places of each row.
+            logits_to_keep: Only for so many of the last places of each row, or all where there are fewer. The default
+                is all.
 
         Returns:
             Logits, float32, of no meaning at padding; with a cache, `(logits, cache)`.
+
+        Raises:
+            ValueError: `segment_ids` or `positions` have another shape than `tokens`, or `logits_to_keep` is negative.
         """
+        if logits_to_keep is not None and logits_to_keep < 0:
+            raise ValueError(message("QwenForCausalLM", "logits_to_keep", "be at least 0", logits_to_keep))
         hidden, cache = self.hidden_states(tokens, segment_ids=segment_ids, positions=positions, cache=cache)
         if logits_to_keep is not None:
             hidden = hidden[:, max(0, hidden.shape[1] - logits_to_keep) :]
