@@ -52,6 +52,7 @@ BOUNDARIES = Kind(("m",))
 ARRAYS = (QK, QK, V, GATE, GATE, STATE, IDS, BOUNDARIES)
 RESULTS = (V, STATE)
 
+EXPLICIT = AxisType.Explicit
 Body = Callable[..., tuple[jax.Array, ...]]
 
 
@@ -90,10 +91,10 @@ def split(body: Body, arrays: Sequence[jax.Array], kinds: Sequence[Kind], result
         return body(*arrays)
     mesh = jax.typeof(v).sharding.mesh
     types = [] if mesh.empty else list(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if mesh.empty and AxisType.Explicit in context.axis_types:
+    if mesh.empty and EXPLICIT in context.axis_types:
         # Arrays of one device where a mesh is set: the call is not split, and runs on each device of the mesh.
-        mesh, types = context, [(axis, AxisType.Explicit) for axis in context.axis_names]
-    explicit = tuple(axis for axis, kind in types if kind == AxisType.Explicit)
+        mesh, types = context, [(axis, EXPLICIT) for axis in context.axis_names]
+    explicit = tuple(axis for axis, kind in types if kind == EXPLICIT)
     if not explicit:
         partitioned = _partitioned(body, kinds, results, H, HV)
         # The TPU compiler has no custom partitioning; plain JAX is split there as any other program.
@@ -176,9 +177,12 @@ def over_mesh(function: Callable[..., Any], placement: Placement, arrays: Sequen
 
     there: list[Any] = [arrays[i] for i in given]
     in_specs = tuple(spec(ARRAYS[i]) for i in given)
-    if AxisType.Explicit in mesh.axis_types:
-        # There shard_map takes arrays as they come, split as it says.
-        there = [jax.sharding.reshard(x, NamedSharding(mesh, spec)) for x, spec in zip(there, in_specs, strict=True)]
+    if explicit := {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == EXPLICIT}:
+        # shard_map takes only what is split over these as it says.
+        there = [
+            jax.sharding.reshard(x, NamedSharding(mesh, _over(spec, explicit)))
+            for x, spec in zip(there, in_specs, strict=True)
+        ]
     out_specs = tuple(spec(kind) for kind in RESULTS)
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*there)
 
@@ -193,6 +197,11 @@ def _rows_and_heads(spec: P, ndim: int) -> tuple[tuple, Any]:
     """How the rows and the value heads of an array like v are split."""
     full = (*spec, *[None] * (ndim - len(spec)))
     return full[: ndim - 3], full[ndim - 2]
+
+
+def _over(spec: P, axes: set[str]) -> P:
+    """The part of a spec that speaks of these axes."""
+    return P(*(tuple(name for name in _names(names) if name in axes) or None for names in spec))
 
 
 def _names(axes: Any) -> tuple[str, ...]:

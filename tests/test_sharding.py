@@ -31,7 +31,7 @@ SEGMENTS = np.array([[1, 1, 2, 2, 2], [3, 3, 3, 0, 0], [0, 4, 0, 4, 5], [0, 0, 0
 BOUNDARIES = np.array([0, 2, 2, 6], np.int32)
 
 
-def op(q, k, v, g, beta, initial_state, segment_ids=None, cu_seqlens=None):
+def op(q, k, v, g, beta, initial_state, segment_ids=None, cu_seqlens=None, **named):
     return jaxqla.gated_delta(
         q,
         k,
@@ -42,6 +42,7 @@ def op(q, k, v, g, beta, initial_state, segment_ids=None, cu_seqlens=None):
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
         return_final_state=True,
+        **named,
     )
 
 
@@ -88,8 +89,8 @@ def case(H, HV, packing):
         # One row: heads alone are split.
         rows, kwargs, ids, id_specs = None, {"cu_seqlens": BOUNDARIES}, [BOUNDARIES], [P(None)]
 
-        def call(*arrays):
-            return op(*arrays[:6], cu_seqlens=arrays[6])
+        def call(*arrays, **named):
+            return op(*arrays[:6], cu_seqlens=arrays[6], **named)
 
     B, T = (1, 7) if packing == "cu_seqlens" else SEGMENTS.shape
     inputs = cases.make(B=B, T=T, H=H, HV=HV, K=4, V=3, dtype="float32", initial_state=True, **kwargs)
@@ -151,6 +152,69 @@ def test_split_with_no_collective_and_equal_to_one_device(context, H, HV, packin
         for x, truth, spec in zip(actual, on_one_device(H, HV, packing), results, strict=False):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
             assert np.abs(np.asarray(x) - truth).max() <= 1e-6 * np.abs(truth).max()
+
+
+# -- a mesh that the call names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("context", "packing"), [("auto", "segment_ids"), ("explicit", None), ("mixed", None), ("auto", "cu_seqlens")]
+)
+def test_a_named_mesh_is_exported_and_adds_no_collective(context, packing):
+    this = case(4, 8, packing)
+    mesh = mesh_of(context)
+    call = functools.partial(
+        this.call, mesh=mesh, batch_axis=None if packing == "cu_seqlens" else "data", head_axis="tensor"
+    )
+    # Without these jax has no file format for results on a mixed mesh.
+    results = tuple(NamedSharding(mesh, spec) for spec in (*this.partitions[-2:], *this.partitions[:6]))
+    function = jax.jit(this._replace(call=call).with_gradients, out_shardings=results)
+    shards = placed(mesh, this.arrays, this.partitions)
+    exported = jax.export.deserialize(jax.export.export(function)(*shards).serialize())
+    assert exported.nr_devices == 8
+    program = compiled(jax.jit(exported.call).lower(*shards))
+    assert collectives_of(program) == {}
+    assert_trees_close(program(*shards), on_one_device(4, 8, packing))
+
+
+def test_a_named_mesh_splits_what_comes_in_one_piece():
+    this = case(4, 8, None)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "more", "tensor"), axis_types=(AUTO,) * 3)
+    call = jax.jit(functools.partial(this.call, mesh=mesh, batch_axis=("data", "more"), head_axis="tensor"))
+    program = compiled(call.lower(*this.arrays[:6]))
+    o, state = program(*this.arrays[:6])
+    assert o.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "more"), None, "tensor")), 4)
+    assert state.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "more"), "tensor")), 4)
+    assert_trees_close((o, state), on_one_device(4, 8, None)[:2])
+
+
+WRONG_NAMES = {
+    "no mesh": ({"mesh": None, "head_axis": "tensor"}, "head_axis must be None where mesh is None, got 'tensor'"),
+    "no such axis": ({"batch_axis": "rows"}, r"batch_axis must name axes of the mesh \('data', 'tensor'\), .* 'rows'"),
+    "twice": ({"batch_axis": "tensor", "head_axis": ("tensor",)}, r"head_axis must name axes .* each once, got \('ten"),
+    "tokens twice": ({"batch_axis": "data", "sequence_axis": "data"}, "sequence_axis must name axes .* got 'data'"),
+    "rows": ({"batch_axis": ("data", "tensor")}, "batch_axis must have a size that divides B = 4, got 8"),
+    "heads": ({"head_axis": "tensor"}, "head_axis must have a size that divides H = 1, got 4"),
+    "tokens": ({"sequence_axis": "data"}, "sequence_axis must have a size that divides T = 5, got 2"),
+    "mesh": ({"mesh": 8}, "mesh must be a jax.sharding.Mesh or None, got int"),
+}
+
+
+@pytest.mark.parametrize(("named", "text"), WRONG_NAMES.values(), ids=WRONG_NAMES)
+def test_wrong_names_are_told(named, text):
+    arrays = case(1, 8, None).arrays[:6]
+    with pytest.raises((TypeError, ValueError), match=f"^gated_delta: {text}"):
+        op(*arrays, **{"mesh": mesh_of("auto")} | named)
+
+
+def test_a_mesh_is_not_named_inside_shard_map():
+    mesh, arrays = mesh_of("auto"), case(4, 8, None).arrays[:6]
+    local = jax.shard_map(lambda *x: op(*x, mesh=mesh)[0], mesh=mesh, in_specs=specs("data", None), out_specs=P("data"))
+    with pytest.raises(ValueError, match=r"mesh must be None inside shard_map \(manual: \['data', 'tensor'\]\)"):
+        local(*arrays)
+
+
+# -- other contexts ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("context", ["auto", "explicit", "mixed"])
