@@ -322,3 +322,10 @@ def test_train_refuses_tokens_that_the_model_has_not(tmp_path):
     (tmp_path / "text").write_text("\n\n")
     with pytest.raises(ValueError, match="at least one paragraph"):
         example("train").Paragraphs([tmp_path / "text"], 16, None, 96)
+
+
+def test_demo_says_what_the_tiny_model_lacks(monkeypatch, capsys):
+    there = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name in ("optax", "tqdm") else there(name))
+    example("demo").show_a_model()
+    assert "left out, optax, tqdm must be installed (pip install 'jaxqla[demo]')" in capsys.readouterr().out
