@@ -1,5 +1,7 @@
 """The layers against their formulas, in other frameworks' clothes, and over devices."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -225,6 +227,31 @@ def test_experts_are_those_one_by_one(norm_topk_prob):
         shared = swiglu(x[i], *(weights[f"shared_expert.{part}.kernel"] for part in parts))
         want[i] += shared / (1 + np.exp(-x[i] @ weights["shared_expert_gate.kernel"]))
     assert relative(fast(lambda layer: layer(x))(layer), want) < 1e-5
+
+
+def test_tokens_go_to_experts_where_they_are():
+    x, scale = rows(4, 6, D), rows(4, 6, D, seed=1)
+
+    def new():
+        return SparseMoE(D, 5, 2, 12, 20, rngs=nnx.Rngs(0))
+
+    def loss(layer, x, scale):
+        return jnp.sum(scale * layer(x))
+
+    want = fast(jax.value_and_grad(loss))(filled(new), x, scale)
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    with use_mesh(mesh):
+        layer = filled(new, mesh)
+        split = jax.device_put((x, scale), NamedSharding(mesh, P(("data", "fsdp"))))
+        run = fast(jax.value_and_grad(loss))
+        # Weights are gathered and sums reduced; were tokens to move, they would go all to all, or device to device.
+        assert collectives(run, layer, *split).keys() <= {"all-gather", "all-reduce", "reduce-scatter"}
+        hlo = run.lower(layer, *split).compile().as_text()
+        for got, expected in zip(*map(jax.tree.leaves, (run(layer, *split), want)), strict=True):
+            assert relative(got, expected) < 1e-5
+    # Of 4 x 6 tokens that go to 2 experts each, a device sorts its own.
+    assert re.search(r"s32\[12\]\S* sort|\(s32\[12\]", hlo)
+    assert not re.search(r"[sf]32\[48[,\]]", hlo)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxqla._checks import message
-from jaxqla.flax.sharding import axes
+from jaxqla.flax.sharding import axes, in_use, partition
 
 
 class SwiGLU(nnx.Module):
@@ -55,7 +56,9 @@ class SparseMoE(nnx.Module):
         p   = softmax(x W_router), float32, over all experts
         y   = sum over the top experts e of p_e SwiGLU_e(x) + sigmoid(x w_shared) SwiGLU_shared(x)
 
-    No token is dropped: tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`).
+    No token is dropped: tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`). On a mesh each
+    device sorts the tokens of its rows; experts are split by their width, not by their number. jax has no `vmap` of
+    `ragged_dot` over tokens alone yet, so use rows in its place.
 
     Parameters: `router.kernel [D, E]`; `gate_proj`, `up_proj [E, D, F]`, `down_proj [E, F, D]`;
     `shared_expert`, a `SwiGLU`; `shared_expert_gate.kernel [D, 1]`.
@@ -102,7 +105,7 @@ class SparseMoE(nnx.Module):
             values = kernel_init(rngs.params(), (num_experts, rows, columns), param_dtype)
             return nnx.Param(values, **axes("experts", *names))
 
-        self.router = linear(hidden_size, num_experts, kernel_metadata=axes("embed", None))
+        self.router = linear(hidden_size, num_experts, kernel_metadata=axes(None, None))
         self.gate_proj = experts(hidden_size, intermediate_size, "embed", "mlp")
         self.up_proj = experts(hidden_size, intermediate_size, "embed", "mlp")
         self.down_proj = experts(intermediate_size, hidden_size, "mlp", "embed")
@@ -114,25 +117,50 @@ class SparseMoE(nnx.Module):
             param_dtype=param_dtype,
             rngs=rngs,
         )
-        self.shared_expert_gate = linear(hidden_size, 1, kernel_metadata=axes("embed", None))
+        self.shared_expert_gate = linear(hidden_size, 1, kernel_metadata=axes(None, None))
 
     def __call__(self, x: Float[Array, "*rows D"]) -> Float[Array, "*rows D"]:
         """Applies the layer to each token."""
         shared = jax.nn.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
-        tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
-        # In float32, so that ties between experts are as rare as the router means them to be.
-        probabilities = jax.nn.softmax(self.router(tokens).astype(jnp.float32), axis=-1)
-        weights, chosen = lax.top_k(probabilities, self.top)
-        if self.norm_topk_prob:
-            weights /= jnp.sum(weights, axis=-1, keepdims=True)
-        dtype = shared.dtype
-        order = jnp.argsort(chosen.reshape(-1), stable=True)
-        num_experts = self.gate_proj.shape[0]
-        sizes = jnp.bincount(chosen.reshape(-1), length=num_experts).astype(jnp.int32)
-        gate, up, down = (y[...].astype(dtype) for y in (self.gate_proj, self.up_proj, self.down_proj))
-        sorted_tokens = tokens[order // self.top].astype(dtype)
-        hidden = jax.nn.silu(lax.ragged_dot(sorted_tokens, gate, sizes)) * lax.ragged_dot(sorted_tokens, up, sizes)
-        out = lax.ragged_dot(hidden, down, sizes)
-        out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*chosen.shape, -1)
-        y = jnp.einsum("nk,nkd->nd", weights.astype(dtype), out)
-        return y.reshape(x.shape).astype(dtype) + shared
+        scores = self.router(x)
+        gate, up, down = (y[...].astype(shared.dtype) for y in (self.gate_proj, self.up_proj, self.down_proj))
+        run = functools.partial(_experts, top=self.top, norm_topk_prob=self.norm_topk_prob, dtype=shared.dtype)
+        if in_use():
+            # Each device sorts tokens of its own; the compiler would let each sort, and compute, those of all.
+            names = ("batch", *[None] * (x.ndim - 1)) if x.ndim > 1 else (None,)
+            rows, widths = partition(x.shape, *names), partition(up.shape, None, None, "mlp")
+            y = jax.shard_map(
+                lambda *arrays: lax.psum(run(*arrays), widths[2] or ()),
+                in_specs=(rows, rows, widths, widths, P(None, widths[2], None)),
+                out_specs=rows,
+            )(x, scores, gate, up, down)
+        else:
+            y = run(x, scores, gate, up, down)
+        return y + shared
+
+
+def _experts(
+    x: Float[Array, "*rows D"],
+    scores: Float[Array, "*rows E"],
+    gate: Float[Array, "E D F"],
+    up: Float[Array, "E D F"],
+    down: Float[Array, "E F D"],
+    *,
+    top: int,
+    norm_topk_prob: bool,
+    dtype: DTypeLike,
+) -> Float[Array, "*rows D"]:
+    """The weighted sum of each token's experts."""
+    tokens = jnp.asarray(x).reshape(-1, x.shape[-1])
+    # In float32, so that ties between experts are as rare as the router means them to be.
+    probabilities = jax.nn.softmax(scores.reshape(-1, scores.shape[-1]).astype(jnp.float32), axis=-1)
+    weights, chosen = lax.top_k(probabilities, top)
+    if norm_topk_prob:
+        weights /= jnp.sum(weights, axis=-1, keepdims=True)
+    order = jnp.argsort(chosen.reshape(-1), stable=True)
+    sizes = jnp.bincount(chosen.reshape(-1), length=scores.shape[-1]).astype(jnp.int32)
+    sorted_tokens = tokens[order // top].astype(dtype)
+    hidden = jax.nn.silu(lax.ragged_dot(sorted_tokens, gate, sizes)) * lax.ragged_dot(sorted_tokens, up, sizes)
+    out = lax.ragged_dot(hidden, down, sizes)
+    out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(*chosen.shape, -1)
+    return jnp.einsum("nk,nkd->nd", weights.astype(dtype), out).reshape(x.shape)

@@ -87,17 +87,27 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
 
     An axis that the mesh does not divide is left whole.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or AxisType.Manual in mesh.axis_types:
+    if not in_use():
         return x
-    rules = dict(get_logical_axis_rules())
+    mesh, spec = jax.sharding.get_abstract_mesh(), partition(x.shape, *names)
+    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(x, spec)
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def in_use() -> bool:
+    """Whether there is a mesh that arrays may be split over: none inside `shard_map`, where they are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and AxisType.Manual not in mesh.axis_types
+
+
+def partition(shape: tuple[int, ...], *names: str | None) -> P:
+    """How an array whose axes have these names is split over the mesh in use; axes it does not divide are whole."""
+    mesh, rules = jax.sharding.get_abstract_mesh(), dict(get_logical_axis_rules())
 
     def placed(name: str | None, size: int):
         axes = rules.get(name) if name else None
         axes = (axes,) if isinstance(axes, str) else axes
         return axes if axes and size % math.prod(mesh.shape[axis] for axis in axes) == 0 else None
 
-    spec = P(*(placed(name, size) for name, size in zip(names, x.shape, strict=True)))
-    if all(kind == AxisType.Explicit for kind in mesh.axis_types):
-        return jax.sharding.reshard(x, spec)
-    return jax.lax.with_sharding_constraint(x, spec)
+    return P(*(placed(name, size) for name, size in zip(names, shape, strict=True)))
