@@ -56,9 +56,9 @@ class SparseMoE(nnx.Module):
         p   = softmax(x W_router), float32, over all experts
         y   = sum over the top experts e of p_e SwiGLU_e(x) + sigmoid(x w_shared) SwiGLU_shared(x)
 
-    No token is dropped: tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`). On a mesh each
-    device sorts the tokens of its rows; experts are split by their width, not by their number. jax has no `vmap` of
-    `ragged_dot` over tokens alone yet, so use rows in its place.
+    No token is dropped: tokens are sorted by expert, and each expert multiplies its own (`jax.lax.ragged_dot`). On a
+    mesh each device sorts the tokens of its rows; experts are split by their width, not by their number. jax has no
+    `vmap` of `ragged_dot` over tokens alone yet: give more rows in its place.
 
     Parameters: `router.kernel [D, E]`; `gate_proj`, `up_proj [E, D, F]`, `down_proj [E, F, D]`;
     `shared_expert`, a `SwiGLU`; `shared_expert_gate.kernel [D, 1]`.
