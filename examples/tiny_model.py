@@ -25,7 +25,8 @@ NEW = 200
 BATCH, LENGTH = 8, 256
 # Over after so many steps or seconds, on a slow machine after the fewest steps; the rate of learning follows.
 STEPS, SECONDS, FEWEST = 500, 60.0, 80
-RATE = 4e-3
+# The highest rate of learning, for a model of this width; a wider one gets less.
+RATE, WIDTH = 4e-3, 128
 # What the loss must fall to, as a share of what it was, and how many of the words must be words of the documents.
 MOST_LOSS, FEWEST_WORDS = 0.5, 0.5
 
@@ -66,8 +67,8 @@ def new_model(vocab_size: int) -> QwenForCausalLM:
     config = QwenConfig(
         model_type="qwen3_5_text",
         vocab_size=vocab_size,
-        hidden_size=128 if small else 256,
-        intermediate_size=256 if small else 512,
+        hidden_size=WIDTH if small else 2 * WIDTH,
+        intermediate_size=2 * WIDTH if small else 4 * WIDTH,
         layer_types=(GDN, ATTENTION) if small else (GDN, GDN, GDN, ATTENTION),
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -100,6 +101,7 @@ def train(model: QwenForCausalLM, text: Text) -> tuple[QwenForCausalLM, list[flo
     graph, params = nnx.split(model)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.scale_by_adam(b2=0.98))
     moments = optimizer.init(params)
+    peak = RATE * WIDTH / model.config.hidden_size
 
     @jax.jit
     def step(params: Any, moments: Any, tokens: jax.Array, rate: float) -> Any:
@@ -112,7 +114,7 @@ def train(model: QwenForCausalLM, text: Text) -> tuple[QwenForCausalLM, list[flo
     with tqdm(total=100, desc="training: compiling", bar_format=form, leave=False) as bar:
         begin = time.perf_counter()
         while (over := share_over(len(losses), time.perf_counter() - begin)) < 1:
-            rate = RATE * min(1.0, (len(losses) + 1) / 20, 1.05 - over)
+            rate = peak * min(1.0, (len(losses) + 1) / 20, 1.05 - over)
             params, moments, loss = step(params, moments, jnp.asarray(text.rows(len(losses))), rate)
             losses.append(float(loss))
             if len(losses) == 1:
