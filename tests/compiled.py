@@ -3,6 +3,8 @@
 import re
 from typing import Any
 
+import jax
+
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
@@ -15,3 +17,11 @@ def collectives_of(compiled: Any) -> dict[str, int]:
     """The same of what is compiled already."""
     text = compiled.as_text()
     return {name: n for name in COLLECTIVES if (n := len(re.findall(rf"\b{name}(?:-start)?\(", text)))}
+
+
+def compile_quickly(lowered: Any) -> Any:
+    """Compiles what a jitted function was lowered to in less time; what is left out decides nothing about devices."""
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0}
+    if jax.__version_info__ < (0, 11):
+        options["xla_cpu_use_fusion_emitters"] = False
+    return lowered.compile(options)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
-from tests.compiled import collectives, collectives_of
+from tests.compiled import collectives, collectives_of, compile_quickly
 from tests.tolerance import assert_trees_close
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -106,15 +106,7 @@ def case(H, HV, packing):
 
 @functools.cache
 def on_one_device(*names):
-    return compiled(jax.jit(case(*names).with_gradients).lower(*case(*names).arrays))(*case(*names).arrays)
-
-
-def compiled(lowered):
-    # Quickly: the programs are many, and what follows the partitioner decides nothing about devices.
-    options = {"xla_backend_optimization_level": 0}
-    if jax.__version_info__ < (0, 11):
-        options["xla_cpu_use_fusion_emitters"] = False
-    return lowered.compile(options)
+    return compile_quickly(jax.jit(case(*names).with_gradients).lower(*case(*names).arrays))(*case(*names).arrays)
 
 
 CASES = [(4, 4), (4, 8), (8, 24), (1, 8)]
@@ -146,7 +138,7 @@ def test_split_with_no_collective_and_equal_to_one_device(context, H, HV, packin
         # The compiler may split the results of the forward alone otherwise.
         programs["forward"] = jax.jit(this.call).lower(*shards[:-2])
     for lowered in programs.values():
-        program = compiled(lowered)
+        program = compile_quickly(lowered)
         assert collectives_of(program) == {}
         actual = program(*shards[: len(program.in_avals[0])])
         for x, truth, spec in zip(actual, on_one_device(H, HV, packing), results, strict=False):
@@ -172,7 +164,7 @@ def test_a_named_mesh_is_exported_and_adds_no_collective(context, packing):
     shards = placed(mesh, this.arrays, this.partitions)
     exported = jax.export.deserialize(jax.export.export(function)(*shards).serialize())
     assert exported.nr_devices == 8
-    program = compiled(jax.jit(exported.call).lower(*shards))
+    program = compile_quickly(jax.jit(exported.call).lower(*shards))
     assert collectives_of(program) == {}
     assert_trees_close(program(*shards), on_one_device(4, 8, packing))
 
@@ -181,7 +173,7 @@ def test_a_named_mesh_splits_what_comes_in_one_piece():
     this = case(4, 8, None)
     mesh = jax.make_mesh((2, 2, 2), ("data", "more", "tensor"), axis_types=(AUTO,) * 3)
     call = jax.jit(functools.partial(this.call, mesh=mesh, batch_axis=("data", "more"), head_axis="tensor"))
-    program = compiled(call.lower(*this.arrays[:6]))
+    program = compile_quickly(call.lower(*this.arrays[:6]))
     o, state = program(*this.arrays[:6])
     assert o.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "more"), None, "tensor")), 4)
     assert state.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "more"), "tensor")), 4)
@@ -223,7 +215,7 @@ def test_arrays_of_one_device_where_a_mesh_is_set(context):
     expected = on_one_device(4, 8, None)
     with jax.set_mesh(mesh_of(context)):
         for arrays in (this.arrays, [np.asarray(x) for x in this.arrays]):
-            actual = compiled(jax.jit(this.with_gradients).lower(*arrays))(*arrays)
+            actual = compile_quickly(jax.jit(this.with_gradients).lower(*arrays))(*arrays)
             assert_trees_close(actual, expected)
 
 
