@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import jaxqla
 from jaxqla import ops
 from tests import cases
+from tests.compiled import compile_quickly
 from tests.tolerance import assert_trees_close
 
 TOKENS = P("data", "context")
@@ -51,6 +52,10 @@ def split(devices, rows=1):
     return call
 
 
+def run(function, arrays):
+    return compile_quickly(jax.jit(function).lower(*arrays))(*arrays)
+
+
 def loss_of(function):
     return lambda *arrays: sum(jnp.sum(jnp.sin(x)) for x in function(*arrays))
 
@@ -58,7 +63,7 @@ def loss_of(function):
 @pytest.mark.parametrize(("devices", "rows", "T"), [(2, 2, 140), (4, 1, 12), (8, 1, 200)])
 def test_it_equals_one_device(devices, rows, T):
     arrays = inputs_of(T)[:6]
-    assert_trees_close(jax.jit(split(devices, rows))(*arrays), jax.jit(whole)(*arrays))
+    assert_trees_close(run(split(devices, rows), arrays), run(whole, arrays))
 
 
 def test_documents_cross_devices():
@@ -68,8 +73,8 @@ def test_documents_cross_devices():
     ids[0, :30], ids[0, 30:40], ids[0, 120:150], ids[0, 150:] = 1, 2, 2, 3
     ids[1, 3:80], ids[1, 80:121], ids[1, 121:] = 1, 2, 3
     arrays = inputs_of(T, segment_ids=ids)[:7]
-    assert_trees_close(jax.jit(split(devices))(*arrays), jax.jit(whole)(*arrays))
-    gradients = [jax.jit(jax.grad(loss_of(f), argnums=range(6)))(*arrays) for f in (split(devices), whole)]
+    assert_trees_close(run(split(devices), arrays), run(whole, arrays))
+    gradients = [run(jax.grad(loss_of(f), argnums=range(6)), arrays) for f in (split(devices), whole)]
     assert_trees_close(*gradients)
 
 
@@ -82,7 +87,7 @@ def test_without_states():
         in_specs=P(None, "context"),
         out_specs=P(None, "context"),
     )
-    assert_trees_close(jax.jit(piece)(*inputs[:5]), jaxqla.gated_delta(*inputs[:5])[0])
+    assert_trees_close(run(piece, inputs[:5]), jaxqla.gated_delta(*inputs[:5])[0])
 
 
 def test_pieces_run_on_kernels(monkeypatch):
