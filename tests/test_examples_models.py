@@ -206,15 +206,15 @@ def test_a_tiny_model_learns(monkeypatch):
     tiny = example("tiny_model")
     text = tiny.Text()
     assert text.decode(text.encode(tiny.PROMPT)) == tiny.PROMPT
-    assert text.share_of_words("Stateful, the decay? zzz") == pytest.approx(0.5)
-    for name, value in {"STEPS": 25, "BATCH": 2, "LENGTH": 48}.items():
+    assert text.share_of_words("Qxqx, the decay? zzz") == pytest.approx(0.5)
+    for name, value in {"STEPS": 40, "BATCH": 6, "LENGTH": 48}.items():
         monkeypatch.setattr(tiny, name, value)
-    assert text.rows(0).shape == (2, 48)
+    assert text.rows(0).shape == (6, 48)
     _, losses = tiny.train(tiny.new_model(len(text.bytes)), text)
-    assert len(losses) == 25
+    assert len(losses) == 40
     # Before the first step every byte is as likely as another.
-    assert losses[0] == pytest.approx(math.log(len(text.bytes)), rel=0.05)
-    assert losses[-1] < 0.75 * losses[0]
+    assert losses[0] == pytest.approx(math.log(len(text.bytes)), rel=0.1)
+    assert np.mean(losses[-5:]) < 0.75 * losses[0], losses
 
 
 def test_a_tiny_model_trains_for_a_time_and_says_where_it_has_not_learnt():
