@@ -151,16 +151,8 @@ class Parameters:
 def flops(config: QwenConfig, positions: np.ndarray, segment_ids: np.ndarray) -> float:
     """Operations of a training step on these tokens, backward twice the forward; padding and recomputation count 0."""
     tokens = int(np.count_nonzero(segment_ids))
-    seen = int(np.sum(np.where(segment_ids, positions + 1, 0)))
-    embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-    forward = 2.0 * (config.num_parameters(active=True) - embedding) * tokens
-    for kind in config.layer_types:
-        if kind == GDN:
-            state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
-            forward += 6.0 * state * tokens
-        else:
-            forward += 4.0 * config.num_attention_heads * config.head_dim * seen
-    return 3 * forward
+    pairs = int(np.sum(np.where(segment_ids, positions + 1, 0)))
+    return 3 * config.num_flops(tokens, pairs)
 
 
 def memory_gb() -> float:
