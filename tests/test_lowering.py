@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxqla
-from jaxqla import _cuda, _launch, ops
+from jaxqla import _launch, ops
 
 TARGET = "jaxqla_launch_v1"
 FORWARD = ("gdn_chunk_inverse_{}", "gdn_fused_forward_{}_v64")
@@ -22,14 +24,8 @@ KERNELS = frozenset(
 @pytest.fixture(autouse=True)
 def built(monkeypatch):
     """Kernels as if built, on a machine that need not have them: their calls can be lowered, not run."""
-
-    def launch(kernel, operands, results, *, scalars=None, in_place=None):
-        call = jax.ffi.ffi_call(TARGET, tuple(results), input_output_aliases=dict(in_place or {}))
-        return tuple(call(*operands, kernel=kernel, **(scalars or {})))
-
     monkeypatch.setattr(_launch, "available_kernels", lambda: KERNELS)
-    monkeypatch.setattr(_launch, "launch", launch)
-    monkeypatch.setattr(_cuda, "launch", launch, raising=False)
+    monkeypatch.setattr(_launch, "_register", lambda: None)
     monkeypatch.setattr(ops, "_cuda_capabilities", frozenset)
 
 
@@ -200,3 +196,43 @@ def test_kept_residuals_spare_the_second_forward():
 
     assert calls(jaxqla.save_residuals) == 2  # forward, and backward
     assert calls(None) == 3
+
+
+@pytest.mark.parametrize("context", ["explicit", "shard_map", "named", "tokens"])
+def test_a_sharded_training_step_launches_on_local_shapes(context):
+    # A device has 2 of 4 rows, or with split tokens half of each row; 1 of 4 key heads and 2 of 8 value heads.
+    kind = AxisType.Explicit if context == "explicit" else AxisType.Auto
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(kind, kind))
+    spec = P(None, "data", "tensor") if context == "tokens" else P("data", None, "tensor")
+
+    def array(*shape, dtype=jnp.bfloat16, spec=spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    tokens = [array(4, 140, heads, 128) for heads in (4, 4, 8)] + [array(4, 140, 8, dtype=jnp.float32)] * 2
+    weight = array(4, 128, spec=P("tensor"))
+    named = {
+        "named": {"mesh": mesh, "batch_axis": "data", "head_axis": "tensor"},
+        "tokens": {"mesh": mesh, "sequence_axis": "data", "head_axis": "tensor"},
+    }
+    op = functools.partial(output, implementation="cuda", **named.get(context, {}))
+    if context == "shard_map":
+        op = jax.shard_map(op, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def loss(weight, q, k, v, g, beta):
+        return jnp.mean(jnp.square(op(q, k * weight, v, g, beta).astype(jnp.float32)))
+
+    def step(weight, *tokens):
+        value, gradient = jax.value_and_grad(loss)(weight, *tokens)
+        return value, weight - 0.1 * gradient
+
+    text = lower(step, weight, *tokens)
+    calls = 3 if context == "tokens" else 1
+    names = [name.format("bf16") for name in (*FORWARD * calls, *BACKWARD * calls)]
+    assert kernels_of(text) == names
+    for line in text.splitlines():
+        if f"@{TARGET}(" in line:
+            types = line.rsplit(" : (", 1)[1]
+            assert set(re.findall(r"tensor<(\d+x\d+)x128xbf16>", types)) <= {"280x1", "280x2"}
+            assert set(re.findall(r"tensor<(\d+x\d+)xf32>", types)) <= {"280x2"}
+            # Chunks and states: their heads.
+            assert set(re.findall(r"tensor<\d+x(\d+)x\d+x\d+x\w+>", types)) == {"2"}
