@@ -39,7 +39,7 @@ def test_abstract_evaluation():
 
 
 def test_64_bit_mode_changes_nothing():
-    inputs = cases.make(B=2, T=70, H=1, HV=2, K=8, V=6, dtype="float32", initial_state=True)
+    inputs = cases.make(B=2, T=5, H=1, HV=2, K=8, V=6, dtype="float32", initial_state=True)
 
     def call(*x):
         return jaxqla.gated_delta(*x[:5], initial_state=x[5], return_final_state=True, scale=0.3)
@@ -53,7 +53,7 @@ def test_64_bit_mode_changes_nothing():
 
 
 def test_ahead_of_time():
-    inputs = cases.make(B=1, T=70, H=1, HV=2, K=8, V=8, dtype="float32")
+    inputs = cases.make(B=1, T=5, H=1, HV=2, K=8, V=8, dtype="float32")
     call = jax.jit(lambda *x: jaxqla.gated_delta(*x)[0])
     compiled = call.lower(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs[:5])).compile()
     np.testing.assert_array_equal(compiled(*inputs[:5]), call(*inputs[:5]))
