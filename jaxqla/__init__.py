@@ -1,5 +1,6 @@
 """Gated DeltaNet for JAX on NVIDIA Hopper, and as plain JAX everywhere else."""
 
+from jaxqla import _launch
 from jaxqla.convolution import causal_conv1d, causal_conv1d_step
 from jaxqla.decoding import gated_delta_step
 from jaxqla.gates import gdn_gates
@@ -20,3 +21,5 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_launch.register_if_built()

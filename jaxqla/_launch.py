@@ -1,9 +1,10 @@
 """Launches a built kernel from JAX: the FFI target, and what was built.
 
-The library in `jaxqla/lib` is loaded, and its handler registered, when the first program with a kernel is traced;
-importing this module reads nothing.
+The handler is registered when jaxqla is imported, if it is built, so that a program exported elsewhere finds it.
+It looks for the driver when a kernel runs, not before.
 """
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -86,6 +87,12 @@ def _varying_type(result: jax.ShapeDtypeStruct, operands: Sequence[jax.Array]) -
         manual_axis_type=jax.sharding.ManualAxisType(varying=frozenset(axes)),
         sharding=NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec()),
     )
+
+
+def register_if_built() -> None:
+    """Registers the handler; a library that does not load is left for `launch` to tell of."""
+    with contextlib.suppress(RuntimeError):
+        _register()
 
 
 @functools.cache

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -146,6 +147,28 @@ def test_export_and_back():
     again = jax.export.deserialize(exported.serialize())
     for a, b in zip(op(*inputs), jax.jit(again.call)(*inputs), strict=True):
         assert_bits_equal(a, b)
+
+
+def test_a_process_that_only_loads_a_program_runs_it(tmp_path):
+    inputs = small()
+    exported = jax.export.export(op, platforms=("cuda",), disabled_checks=jaxqla.export_checks())(*inputs)
+    (tmp_path / "program").write_bytes(exported.serialize())
+    values = {str(i): np.asarray(x, np.float32) for i, x in enumerate(inputs) if x is not None}
+    np.savez(tmp_path / "values.npz", **values)
+    code = f"""
+import jax, jaxqla, numpy as np
+program = jax.export.deserialize(open("{tmp_path}/program", "rb").read())
+values = np.load("{tmp_path}/values.npz")
+arrays = [jax.numpy.asarray(values[name], x.dtype) for name, x in zip(values.files, program.in_avals)]
+args, kwargs = jax.tree.unflatten(program.in_tree, arrays)
+o, state = program.call(*args, **kwargs)
+np.savez("{tmp_path}/results.npz", o=np.asarray(o, np.float32), state=np.asarray(state))
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent.parent, check=True)
+    results = np.load(tmp_path / "results.npz")
+    o, state = op(*inputs)
+    assert_bits_equal(results["o"], np.asarray(o, np.float32))
+    assert_bits_equal(results["state"], state)
 
 
 def test_donated_states_are_updated():

@@ -40,11 +40,11 @@ seconds = time.perf_counter() - before
 """
 
 
-def test_import_is_fast_and_loads_no_library():
+def test_import_is_fast_and_loads_no_library_of_cuda():
     # A platform that does not exist: whatever initialised a backend would raise.
     report = """
 maps = open("/proc/self/maps").read()
-print(json.dumps([seconds, sorted(name for name in ("jaxqla/lib/", "libcuda.so", "libcudart") if name in maps)]))
+print(json.dumps([seconds, sorted(name for name in ("libcuda.so", "libcudart") if name in maps)]))
 """
     seconds, libraries = run(IMPORT + report, JAX_PLATFORMS="no_such_platform")
     assert seconds < 1
@@ -71,6 +71,8 @@ def test_sources_use_public_jax_alone(pattern):
 
 def test_public_names():
     assert jaxqla.__all__ == [
+        "FINAL_STATE_NAME",
+        "OUTPUT_NAME",
         "__version__",
         "causal_conv1d",
         "causal_conv1d_step",

@@ -242,6 +242,19 @@ def test_a_broken_library_is_refused(elsewhere):
         _launch._load()
 
 
-def test_the_import_loads_no_library():
-    code = "import jaxqla, sys; sys.exit(open('/proc/self/maps').read().count('libjaxqla_ffi'))"
+def test_the_import_makes_the_kernels_known_to_loaded_programs():
+    code = """
+import jax
+known = []
+jax.ffi.register_ffi_target = lambda name, handlers, platform: known.append((name, sorted(handlers), platform))
+import jaxqla
+assert known == [("jaxqla_launch_v1", ["execute", "initialize"], "CUDA")], known
+"""
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_a_broken_library_is_told_of_when_a_kernel_is_called(elsewhere):
+    (elsewhere / "libjaxqla_ffi.so").write_bytes(b"nothing")
+    _launch.register_if_built()
+    with pytest.raises(RuntimeError, match="does not load"):
+        _launch.launch("gdn_chunk_inverse_bf16", (), ())
