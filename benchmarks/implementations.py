@@ -142,7 +142,7 @@ def _explain(row: Row) -> dict[str, Any]:
 
     x = abstract_inputs(row, gradients=False)
     how = jaxqla.explain(*x[:5], initial_state=x.initial_state, return_final_state=True, cu_seqlens=x.cu_seqlens)
-    return {"kernels": list(how.kernels), "backward": how.backward}
+    return {"kernels": list(how.kernels), "backward_kernels": list(how.backward_kernels)}
 
 
 # -- PyTorch peers -----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import __main__ as runner
 from benchmarks import floors, report, rows, timing
+from benchmarks.implementations import IMPLEMENTATIONS
 from benchmarks.lines import ROOT, read_lines
 from jaxqla.__main__ import support_matrix
 from kernels.table import KERNELS
@@ -97,3 +98,8 @@ def test_the_report_compares_within_a_file(tmp_path):
 
 def test_the_readme_shows_the_support_matrix_of_the_kernel_table():
     assert support_matrix([dataclasses.asdict(kernel) for kernel in KERNELS]) in (ROOT / "README.md").read_text()
+
+
+def test_lines_say_which_kernels_ours_would_run():
+    details = IMPLEMENTATIONS["cuda"].details(rows.ROWS["hk4_hv8/8k_2seq"])
+    assert set(details) == {"kernels", "backward_kernels"}
