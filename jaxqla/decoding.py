@@ -27,7 +27,9 @@ def gated_delta_step(
     The rule is that of `gated_delta`; here the state goes in and comes out. Donate it to `jax.jit` to change it in
     place.
 
-    Numerics: tokens one by one in float32, whatever the dtypes; the state is rounded to its dtype once a call.
+    Numerics: tokens one by one in float32, whatever the dtypes; the state is rounded to its dtype once a call. With a
+    bfloat16 state the roundings of many calls add up, over as many tokens as a head remembers, to a percent or so. An
+    output that the dtype of `v` cannot hold, past 65504 with float16, is infinite; the state is not.
 
     Args:
         q: Queries, bfloat16, float16 or float32, `1 <= T <= 16`. Value head `h` reads the query and key of head
