@@ -445,14 +445,18 @@ def backward_gradients(dtype: str, K: int = 128, V: int = 128):
                 sums_read,
             )
 
-            if tx < 256:
+            if tx < 128:
                 T.set_max_nreg(HOPPER.gradient_registers, 1)
                 if first < end:
-                    for half, own in enumerate((f_s, h_s)):
-                        if tx // 128 == half:
-                            compute_gradients(half, own, chunk, tiles, barriers, scale)
-                            if tx < half * 128 + 32:
-                                store_gradients(half, dq, dk, chunk, tiles)
+                    compute_gradients(0, f_s, chunk, tiles, barriers, scale)
+                    if tx < 32:
+                        store_gradients(0, dq, dk, chunk, tiles)
+            elif tx < 256:
+                T.set_max_nreg(HOPPER.gradient_registers, 1)
+                if first < end:
+                    compute_gradients(1, h_s, chunk, tiles, barriers, scale)
+                    if tx < 160:
+                        store_gradients(1, dq, dk, chunk, tiles)
             else:
                 T.set_max_nreg(HOPPER.gradient_producer_registers, 0)
                 lane = tx % 32

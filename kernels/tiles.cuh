@@ -1,6 +1,6 @@
 // Warp-level pieces that TileLang has no form for: transposed fragment traffic with 128-byte swizzled tiles, row masks,
 // and the inverse of a 64x64 unit lower triangle. Every function is called by whole warps; "lane" is the index in the
-// warp.
+// warp. Fragments are arrays of the size that one warpgroup's share has, so that others do not compile.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -50,7 +50,7 @@ __device__ __forceinline__ uint32_t transposed_block(const void* tile, int warp)
 
 // Loads a swizzled tile [64 tokens][64 columns] as a 16-bit operand fragment [64 columns][64 tokens].
 template <typename T>
-__device__ __forceinline__ void load_transposed(T* x, const void* tile) {
+__device__ __forceinline__ void load_transposed(T (&x)[32], const void* tile) {
   const uint32_t address = transposed_block(tile, (threadIdx.x >> 5) & 3);
   uint32_t* words = reinterpret_cast<uint32_t*>(x);
 #pragma unroll
@@ -65,7 +65,7 @@ __device__ __forceinline__ void load_transposed(T* x, const void* tile) {
 // w = v - diag(decay) u, on fragments [64 columns][64 tokens] of a warpgroup; w holds v before. decay: one factor a
 // token.
 template <typename T>
-__device__ __forceinline__ void delta_error(T* w, const float* u, const float* decay) {
+__device__ __forceinline__ void delta_error(T (&w)[32], const float (&u)[32], const float* decay) {
   const float2* factors = reinterpret_cast<const float2*>(decay) + (threadIdx.x & 3);
   uint32_t* words = reinterpret_cast<uint32_t*>(w);
 #pragma unroll
@@ -83,7 +83,7 @@ __device__ __forceinline__ void delta_error(T* w, const float* u, const float* d
 // u = v - diag(decay) u in float32 and v = -diag(beta) u as an operand, on fragments [64 columns][64 tokens] of a
 // warpgroup. decay, beta: one factor a token.
 template <typename T>
-__device__ __forceinline__ void chunk_error(T* v, float* u, const float* decay, const float* beta) {
+__device__ __forceinline__ void chunk_error(T (&v)[32], float (&u)[32], const float* decay, const float* beta) {
   const float2* decays = reinterpret_cast<const float2*>(decay) + (threadIdx.x & 3);
   const float2* betas = reinterpret_cast<const float2*>(beta) + (threadIdx.x & 3);
   uint32_t* words = reinterpret_cast<uint32_t*>(v);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void chunk_error(T* v, float* u, const float* decay, 
 
 // x diag(factor) of an operand fragment [64 columns][64 tokens] of a warpgroup. factor: one a token.
 template <typename T>
-__device__ __forceinline__ void scale_columns(T* x, const float* factor) {
+__device__ __forceinline__ void scale_columns(T (&x)[32], const float* factor) {
   const float2* factors = reinterpret_cast<const float2*>(factor) + (threadIdx.x & 3);
   uint32_t* words = reinterpret_cast<uint32_t*>(x);
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void scale_columns(T* x, const float* factor) {
 
 // Stores an operand fragment [64 rows][128 columns] of a warpgroup into two swizzled [64][64] tiles.
 template <typename T>
-__device__ __forceinline__ void store_operand(const T* x, void* tiles) {
+__device__ __forceinline__ void store_operand(const T (&x)[64], void* tiles) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const uint32_t* words = reinterpret_cast<const uint32_t*>(x);
   const uint32_t target = shared_address(tiles) + (warp * 16 + (lane & 15)) * 128;
@@ -137,7 +137,7 @@ __device__ __forceinline__ void store_operand(const T* x, void* tiles) {
 // Writes the lower triangle of factor(i, j) exp2(g_i - g_j) x_ij, with its diagonal unless kStrict, of an accumulator
 // fragment x of a warpgroup into a swizzled tile whose blocks above the diagonal stay as they are.
 template <bool kStrict, typename T, typename Factor>
-__device__ __forceinline__ void store_decayed(const float* x, const float* g, T* tile, Factor factor) {
+__device__ __forceinline__ void store_decayed(const float (&x)[32], const float* g, T* tile, Factor factor) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, column = (lane & 3) * 2;
   const int low = warp * 16 + (lane >> 2), high = low + 8;
   const float g_low = g[low], g_high = g[high];
@@ -175,21 +175,21 @@ __device__ __forceinline__ void store_decayed(const float* x, const float* g, T*
 
 // scale lower(p) o D of p = Q K^T, D_ij = exp2(g_i - g_j).
 template <typename T>
-__device__ __forceinline__ void decay_scores(const float* p, const float* g, float scale, T* tile) {
+__device__ __forceinline__ void decay_scores(const float (&p)[32], const float* g, float scale, T* tile) {
   store_decayed<false>(p, g, tile, [=](int, int) { return scale; });
 }
 
 // F = scale lower(x diag(beta)) o D of x = dO e^T.
 template <typename T>
-__device__ __forceinline__ void decay_score_gradients(const float* x, const float* g, const float* beta, float scale,
-                                                      T* tile) {
+__device__ __forceinline__ void decay_score_gradients(const float (&x)[32], const float* g, const float* beta,
+                                                      float scale, T* tile) {
   store_decayed<false>(x, g, tile, [=](int, int j) { return scale * beta[j]; });
 }
 
 // H = -strictLower(diag(beta) x diag(beta)) o D of x = Z e^T, and its diagonal, the gradient of beta.
 template <typename T>
-__device__ __forceinline__ void decay_coupling_gradients(const float* x, const float* g, const float* beta, T* tile,
-                                                         float* dbeta) {
+__device__ __forceinline__ void decay_coupling_gradients(const float (&x)[32], const float* g, const float* beta,
+                                                         T* tile, float* dbeta) {
   store_decayed<true>(x, g, tile, [=](int i, int j) { return -beta[i] * beta[j]; });
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
 #pragma unroll
@@ -203,7 +203,7 @@ __device__ __forceinline__ void decay_coupling_gradients(const float* x, const f
 }
 
 // diag(factor) x of an accumulator fragment [64][64] of a warpgroup.
-__device__ __forceinline__ void scale_rows(float* x, const float* factor) {
+__device__ __forceinline__ void scale_rows(float (&x)[32], const float* factor) {
   const int row = ((threadIdx.x >> 5) & 3) * 16 + ((threadIdx.x & 31) >> 2);
   const float low = factor[row], high = factor[row + 8];
 #pragma unroll
@@ -217,7 +217,7 @@ __device__ __forceinline__ void scale_rows(float* x, const float* factor) {
 
 // <x_i, y_i> of the rows of an accumulator fragment x [64][64] of a warpgroup and of a swizzled tile y.
 template <typename T>
-__device__ __forceinline__ void row_dots(const float* x, const T* tile, float* out) {
+__device__ __forceinline__ void row_dots(const float (&x)[32], const T* tile, float* out) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = warp * 16 + (lane >> 2);
   const uint32_t* low = reinterpret_cast<const uint32_t*>(tile) + row * 32 + (lane & 3);
   float sum_low = 0.f, sum_high = 0.f;
@@ -239,7 +239,7 @@ __device__ __forceinline__ void row_dots(const float* x, const T* tile, float* o
 
 // Stores an accumulator fragment [64][64] of a warpgroup into a swizzled tile.
 template <typename T>
-__device__ __forceinline__ void store_accumulator(const float* x, T* tile) {
+__device__ __forceinline__ void store_accumulator(const float (&x)[32], T* tile) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
   const uint32_t target = shared_address(tile) + (warp * 16 + (lane & 15)) * 128;
 #pragma unroll
@@ -277,7 +277,7 @@ __device__ __forceinline__ float tile_dot(const T* x, const T* y) {
 
 // Stores an accumulator fragment [64 columns][64 tokens] as [64 tokens][64 columns] into a swizzled tile.
 template <typename T>
-__device__ __forceinline__ void store_transposed(T*, void* tile, const float* o) {
+__device__ __forceinline__ void store_transposed(const T (&)[32], void* tile, const float (&o)[32]) {
   const uint32_t address = transposed_block(tile, (threadIdx.x >> 5) & 3);
 #pragma unroll
   for (int block = 0; block < 4; ++block) {
@@ -398,7 +398,7 @@ static_assert(sizeof(InverseScratch) <= 64 * 128 * 2);
 
 // The strict lower triangle M_ij = kk_ij exp2(g_i - g_j) of a chunk from the accumulator fragment of K K^T: warp w
 // writes its 16 rows.
-__device__ __forceinline__ void gate_lower(const float* kk, const float* g, InverseScratch& scratch) {
+__device__ __forceinline__ void gate_lower(const float (&kk)[32], const float* g, InverseScratch& scratch) {
   const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31, row = lane >> 2, column = (lane & 3) * 2;
   const float g_low = g[warp * 16 + row], g_high = g[warp * 16 + 8 + row];
   uint32_t* out = reinterpret_cast<uint32_t*>(scratch.lower + (warp * 16 + row) * kPitch + column);
@@ -555,7 +555,7 @@ __device__ __forceinline__ void merge_inverse(const InverseScratch& scratch, con
 // accumulator fragment of K K^T; `out` a swizzled tile whose blocks above the diagonal stay as they are. A caller must
 // not need `out` or `scratch` any more.
 template <bool kInverse, typename T>
-__device__ __forceinline__ void gated_inverse(const float* kk, const float* g, const float* beta, void* scratch,
+__device__ __forceinline__ void gated_inverse(const float (&kk)[32], const float* g, const float* beta, void* scratch,
                                               T* out) {
   InverseScratch& s = *static_cast<InverseScratch*>(scratch);
   gate_lower(kk, g, s);
